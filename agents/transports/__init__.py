@@ -1,0 +1,1 @@
+"""Transports that move the bytes of granted transfers."""

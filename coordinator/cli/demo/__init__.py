@@ -1,0 +1,1 @@
+"""The demo: a whole hand-off on this machine, without a GPU."""

@@ -1,0 +1,425 @@
+"""Transfers: opened over ready pairs, ended by destination ranks, one outcome each, remembered.
+
+The hot path of the daemon: an open costs two look-ups, one seal and one result; nothing here
+touches the store, and no list grows with history beyond what tombstones need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from rankgate.coordinator.core.pairs import Epochs, Pair, Pairs
+from rankgate.coordinator.core.sessions import Session, Sessions
+from rankgate.coordinator.core.settings import Identity, Settings
+from rankgate.coordinator.core.tables import PairState, TransferState, change, TRANSFER_TABLE
+from rankgate.coordinator.core.turn import Turn
+from rankgate.coordinator.core.worlds import World, Worlds
+from rankgate.proto.codes import Code
+from rankgate.proto.findings import Finding, Side, finding, ranks_text
+from rankgate.proto.grants import Grant, seal_grant
+from rankgate.proto.limits import MAX_BATCH
+from rankgate.proto.messages import (
+    Aborting,
+    AbortingItem,
+    AbortItem,
+    AbortResult,
+    EndItem,
+    EndResult,
+    OpenItem,
+    OpenResult,
+    Outcome,
+    OutcomeItem,
+)
+
+_CONSTANTS = frozenset({"", "none", "null", "nil", "undefined", "0", "-1", "request", "id"})
+"""Request ids that are no ids: every request of a careless client would share them."""
+
+_OPEN_STATES = frozenset({TransferState.GRANTED, TransferState.ABORTING})
+
+
+class Transfer:
+    """One request's movement over a pair.
+
+    Invariant: ``expected`` is fixed when it is granted and never changes; ``ended`` is a subset
+    of it; the state becomes an outcome once, when all have ended or time is up.
+    """
+
+    __slots__ = (
+        "destination_world",
+        "ended",
+        "epochs",
+        "expected",
+        "failures",
+        "finding",
+        "grant",
+        "id",
+        "item",
+        "opened",
+        "pair",
+        "source_world",
+        "state",
+        "until",
+    )
+
+    def __init__(self, id: int, item: OpenItem, pair: Pair, worlds: tuple[World, World], now: int) -> None:  # noqa: A002 - wire term
+        """Begin granted."""
+        self.id = id
+        self.item = item
+        self.pair = pair
+        self.epochs: Epochs = pair.epochs
+        self.source_world, self.destination_world = worlds
+        self.state = TransferState.GRANTED
+        self.opened = now
+        self.until = 0
+        self.grant = b""
+        self.expected: dict[int, Session] = {
+            session.rank: session
+            for session in self.destination_world.members()
+            if session.dp == item.destination_dp
+        }
+        self.ended: set[int] = set()
+        self.failures: dict[int, Finding] = {}
+        self.finding: Finding | None = None
+
+    @property
+    def missing(self) -> list[int]:
+        """Destination ranks that have not ended."""
+        return sorted(self.expected.keys() - self.ended)
+
+    def outcome(self) -> OutcomeItem:
+        """Return the outcome as everyone is told it."""
+        return OutcomeItem(
+            transfer=self.id,
+            request=self.item.request,
+            attempt=self.item.attempt,
+            source_epoch=self.epochs[0],
+            destination_epoch=self.epochs[1],
+            outcome=self.state.value,
+            finding=self.finding,
+            missing=self.missing,
+        )
+
+
+class Transfers:
+    """All transfers and tombstones.
+
+    Invariant: at most one transfer a (pair epochs, request, attempt); an ended one answers with
+    its outcome until ``issued + ttl + tombstone`` and is never evicted by count.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts it stands on
+        self,
+        turn: Turn,
+        identity: Identity,
+        settings: Settings,
+        sessions: Sessions,
+        worlds: Worlds,
+        pairs: Pairs,
+    ) -> None:
+        """Start without transfers; ids grow over daemon starts."""
+        self._turn = turn
+        self._identity = identity
+        self._settings = settings
+        self._sessions = sessions
+        self._worlds = worlds
+        self._pairs = pairs
+        self._next = identity.start << 32
+        self.by_id: dict[int, Transfer] = {}
+        self._by_key: dict[tuple[int, int, str, int], Transfer] = {}
+        self.totals: Counter[str] = Counter()
+        self._named: list[Transfer] = []
+
+    # --- opening --------------------------------------------------------------------------
+
+    def open(self, session: Session, item: OpenItem) -> OpenResult:
+        """Grant or deny one request, at once; a repeat renews the grant of the same transfer."""
+        key = (item.source_epoch, item.destination_epoch, item.request, item.attempt)
+        transfer = self._by_key.get(key)
+        if transfer is None:
+            return self._grant_new(session, item, key)
+        if denied := self._conflict(session, transfer, item):
+            return self._deny(session, denied)
+        if transfer.state not in _OPEN_STATES:
+            return OpenResult(ended=transfer.outcome())
+        if transfer.state is TransferState.ABORTING or transfer.pair.epochs != transfer.epochs:
+            return OpenResult(grant=transfer.grant)  # still known, never renewed
+        self._issue(transfer, item.ttl)
+        return OpenResult(grant=transfer.grant)
+
+    def _grant_new(
+        self, session: Session, item: OpenItem, key: tuple[int, int, str, int]
+    ) -> OpenResult:
+        pair = self._pairs.by_epochs.get((item.source_epoch, item.destination_epoch))
+        if pair is None or pair.plan is None:
+            return self._deny(session, self._no_pair(pair, item, session))
+        source = self._worlds.by_name[pair.source]
+        destination = self._worlds.by_name[pair.destination]
+        if pair.state is not PairState.READY or source.unfit or destination.unfit:
+            return self._deny(session, self._pairs.not_ready(pair))
+        if denied := self._malformed(session, item, pair, source, destination):
+            return self._deny(session, denied)
+        if len(self.by_id) >= self._settings.max_transfers:
+            side = Side("the daemon", f"{len(self.by_id)} transfers and tombstones")
+            return self._deny(session, finding(Code.BUSY, "transfers", side))
+        self._next += 1
+        transfer = Transfer(self._next, item, pair, (source, destination), self._turn.now)
+        self.by_id[transfer.id] = transfer
+        self._by_key[key] = transfer
+        self.totals["granted"] += 1
+        pair.transfers["granted"] += 1
+        self._issue(transfer, item.ttl)
+        self._turn.deadlines.at(transfer.until, lambda: self._wake(transfer))
+        return OpenResult(grant=transfer.grant)
+
+    def _issue(self, transfer: Transfer, ttl: int) -> None:
+        ttl = min(ttl or self._settings.grant_ttl, self._settings.max_grant_ttl)
+        now, item = self._turn.now, transfer.item
+        transfer.until = max(transfer.until, now + ttl)
+        grant = Grant(
+            transfer=transfer.id,
+            instance=self._identity.instance,
+            clock=self._identity.clock,
+            issued=now,
+            ttl=transfer.until - now,
+            source_epoch=item.source_epoch,
+            destination_epoch=item.destination_epoch,
+            source_dp=item.source_dp,
+            destination_dp=item.destination_dp,
+            request=item.request,
+            attempt=item.attempt,
+            payload=item.payload,
+            table_digest=item.table_digest,
+        )
+        transfer.grant = seal_grant(grant, transfer.pair.key)
+
+    def _malformed(
+        self, session: Session, item: OpenItem, pair: Pair, source: World, destination: World
+    ) -> Finding | None:
+        if item.request.strip().lower() in _CONSTANTS:
+            return finding(Code.REQUEST_INVALID, "request", Side(_who(session), repr(item.request)))
+        if not self._in_scope(session, item, destination):
+            return self._outside(session, f"request {item.request}", destination, item.destination_dp)
+        for field, dp, world in (
+            ("source_dp", item.source_dp, source),
+            ("destination_dp", item.destination_dp, destination),
+        ):
+            size = world.shape.layout.dp if world.shape else 1
+            if dp >= size:
+                side = Side(_who(session), str(dp))
+                detail = f"({world.name} has dp size {size})"
+                return finding(Code.DP_RANK_UNKNOWN, field, side, detail=detail)
+        if item.payload != "cache":
+            side = Side(_who(session), repr(item.payload))
+            return finding(Code.VALUE_INVALID, "payload", side, detail="(known: cache)")
+        if pair.plan is not None and item.table_digest != pair.plan.digest:
+            sides = (
+                Side(_who(session), item.table_digest.hex()),
+                Side("the daemon", pair.plan.digest.hex()),
+            )
+            return finding(Code.METADATA_MISMATCH, "table_digest", *sides)
+        return self._claims(session, item, pair)
+
+    def _claims(self, session: Session, item: OpenItem, pair: Pair) -> Finding | None:
+        for claim in item.claims:
+            if found := self._pairs.check_claim(pair, session, claim):
+                if found.slug == "receive_count_mismatch":
+                    self._pairs.refuse(pair, [found])
+                return found
+        return None
+
+    def _conflict(self, session: Session, transfer: Transfer, item: OpenItem) -> Finding | None:
+        if not self._in_scope(session, transfer.item, transfer.destination_world):
+            subject = f"request {item.request}"
+            dp = transfer.item.destination_dp
+            return self._outside(session, subject, transfer.destination_world, dp)
+        first = transfer.item
+        for field in ("source_dp", "destination_dp", "payload", "table_digest"):
+            ours, theirs = getattr(first, field), getattr(item, field)
+            if ours != theirs:
+                sides = (Side(_who(session), str(theirs)), Side("first open", str(ours)))
+                return finding(Code.CONFLICTING_OPEN, field, *sides, detail=f"({item.request})")
+        return None
+
+    def _no_pair(self, pair: Pair | None, item: OpenItem, session: Session) -> Finding:
+        if pair is not None:
+            return self._pairs.not_ready(pair)
+        return self._pairs.stale((item.source_epoch, item.destination_epoch), session)
+
+    def _deny(self, session: Session, found: Finding) -> OpenResult:
+        self.totals["denied"] += 1
+        self._turn.journal.refuse(f"open by {session.world}", found, self._turn.now)
+        return OpenResult(finding=found)
+
+    # --- ending ---------------------------------------------------------------------------
+
+    def end(self, session: Session, item: EndItem) -> EndResult:
+        """Take one destination rank's end; only its first counts, and never after the outcome."""
+        transfer = self.by_id.get(item.transfer)
+        if transfer is None:
+            return EndResult(transfer=item.transfer, finding=self._unknown(session, item.transfer))
+        if transfer.expected.get(session.rank) is not session:
+            outside = self._outside(
+                session,
+                f"transfer {item.transfer}",
+                transfer.destination_world,
+                transfer.item.destination_dp,
+            )
+            self._turn.journal.refuse(f"transfer {item.transfer}", outside, self._turn.now)
+            return EndResult(transfer=item.transfer, finding=outside)
+        if item.outcome not in {"delivered", "failed"}:
+            side = Side(_who(session), repr(item.outcome))
+            wrong = finding(Code.VALUE_INVALID, "outcome", side, detail="(delivered or failed)")
+            return EndResult(transfer=item.transfer, finding=wrong)
+        if transfer.state not in _OPEN_STATES:
+            return EndResult(transfer=item.transfer, late=transfer.state.value)
+        if session.rank not in transfer.ended:
+            transfer.ended.add(session.rank)
+            if item.outcome == "failed":
+                transfer.failures[session.rank] = item.finding or finding(
+                    Code.TRANSPORT_FAILED, f"transfer {item.transfer}", Side(_who(session), "failed")
+                )
+            if len(transfer.ended) == len(transfer.expected):
+                self._name_outcome(transfer)
+        return EndResult(transfer=item.transfer)
+
+    def _name_outcome(self, transfer: Transfer) -> None:
+        if not transfer.failures:
+            self._finish(transfer, TransferState.DELIVERED, None)
+            return
+        first = min(transfer.failures)
+        state = TransferState.FAILED
+        if transfer.state is TransferState.ABORTING:
+            state = TransferState.ABORTED
+        self._finish(transfer, state, transfer.finding or transfer.failures[first])
+
+    def _finish(self, transfer: Transfer, to: TransferState, found: Finding | None) -> None:
+        transfer.state = change(TRANSFER_TABLE, transfer.state, to)
+        transfer.finding = found
+        self.totals[to.value] += 1
+        transfer.pair.transfers[to.value] += 1
+        self._named.append(transfer)
+        if found is not None:
+            self._turn.tell(
+                f"pair:{transfer.pair.name}",
+                "transfer_ended",
+                "warning",
+                transfer=transfer.id,
+                request=transfer.item.request,
+                outcome=to.value,
+                code=found.code,
+                message=found.message,
+            )
+
+    def flush(self) -> None:
+        """Tell the outcomes named in this step, one message a rank."""
+        if not self._named:
+            return
+        named, self._named = self._named, []
+        scopes: defaultdict[tuple[int, int, int, int], list[Transfer]] = defaultdict(list)
+        for transfer in named:
+            item = transfer.item
+            scopes[(*transfer.epochs, item.source_dp, item.destination_dp)].append(transfer)
+        for transfers in scopes.values():
+            listeners = self._scope(transfers[0])
+            for first in range(0, len(transfers), MAX_BATCH):
+                batch = transfers[first : first + MAX_BATCH]
+                message = Outcome(items=[transfer.outcome() for transfer in batch])
+                for session in listeners:
+                    self._sessions.push(session, message)
+
+    def _scope(self, transfer: Transfer) -> list[Session]:
+        """Return the live ranks of both sides that the transfer concerns."""
+        source = transfer.source_world
+        sources = source.members() if source.epoch == transfer.epochs[0] else []
+        listeners = [s for s in sources if s.dp == transfer.item.source_dp]
+        return [*listeners, *transfer.expected.values()]
+
+    # --- aborting and time ----------------------------------------------------------------
+
+    def abort(self, session: Session, item: AbortItem) -> AbortResult:
+        """Begin to abort a transfer; its destination ranks drain and end it."""
+        transfer = self.by_id.get(item.transfer)
+        if transfer is None:
+            return AbortResult(transfer=item.transfer, finding=self._unknown(session, item.transfer))
+        if session not in self._scope(transfer):
+            outside = self._outside(
+                session,
+                f"transfer {item.transfer}",
+                transfer.destination_world,
+                transfer.item.destination_dp,
+            )
+            return AbortResult(transfer=item.transfer, finding=outside)
+        if transfer.state is TransferState.GRANTED:
+            transfer.state = change(TRANSFER_TABLE, transfer.state, TransferState.ABORTING)
+            transfer.finding = finding(
+                Code.ABORTED,
+                f"transfer {item.transfer}",
+                Side(_who(session), item.reason or "no reason given"),
+            )
+            message = Aborting(
+                items=[AbortingItem(transfer=transfer.id, finding=transfer.finding)]
+            )
+            for listener in self._scope(transfer):
+                self._sessions.push(listener, message)
+        return AbortResult(transfer=item.transfer, state=transfer.state.value)
+
+    def _wake(self, transfer: Transfer) -> None:
+        """At ``until`` the transfer expires; at ``until + tombstone`` it is forgotten."""
+        now = self._turn.now
+        if now < transfer.until:
+            self._turn.deadlines.at(transfer.until, lambda: self._wake(transfer))
+            return
+        if transfer.state in _OPEN_STATES:
+            aborting = transfer.state is TransferState.ABORTING
+            found = transfer.finding or finding(
+                Code.EXPIRED,
+                f"transfer {transfer.id}",
+                Side("ended", f"{len(transfer.ended)} of {len(transfer.expected)}"),
+                Side("missing", f"{transfer.pair.destination} {ranks_text(transfer.missing)}"),
+                detail=f"(request {transfer.item.request})",
+            )
+            to = TransferState.ABORTED if aborting else TransferState.EXPIRED
+            self._finish(transfer, to, found)
+        forget_at = transfer.until + self._settings.tombstone
+        if now < forget_at:
+            self._turn.deadlines.at(forget_at, lambda: self._wake(transfer))
+            return
+        item = transfer.item
+        del self.by_id[transfer.id]
+        del self._by_key[item.source_epoch, item.destination_epoch, item.request, item.attempt]
+
+    def pair_broken(
+        self, pair: Pair, epochs: Epochs, source_lost: bool, destination_lost: bool  # noqa: FBT001 - two facts
+    ) -> None:
+        """End what a lost destination can never end; loss of a source its destinations decide."""
+        if source_lost and not destination_lost:
+            return
+        for transfer in list(self.by_id.values()):
+            if transfer.epochs != epochs or transfer.state not in _OPEN_STATES:
+                continue
+            lost = [rank for rank, session in transfer.expected.items() if not session.counts]
+            code = Code.DESTINATION_LOST if destination_lost else Code.PAIR_NOT_READY
+            sides = [Side(pair.destination, ranks_text(lost) + " gone")] if lost else []
+            found = finding(code, f"pair {pair.name}", *sides)
+            self._finish(transfer, TransferState.FAILED, transfer.finding or found)
+
+    # --- words ----------------------------------------------------------------------------
+
+    def _in_scope(self, session: Session, item: OpenItem, destination: World) -> bool:
+        return session.world == destination.name and session.dp == item.destination_dp
+
+    def _outside(self, session: Session, subject: str, destination: World, dp: int) -> Finding:
+        ranks = [s.rank for s in destination.members() if s.dp == dp]
+        scope = f"{destination.name} {ranks_text(ranks)}" if ranks else f"{destination.name}: nobody"
+        return finding(
+            Code.NOT_IN_SCOPE, subject, Side(_who(session), "outside"), Side("in scope", scope)
+        )
+
+    def _unknown(self, session: Session, transfer: int) -> Finding:
+        found = finding(Code.TRANSFER_UNKNOWN, "transfer", Side(_who(session), str(transfer)))
+        self._turn.journal.refuse(f"transfers of {session.world}", found, self._turn.now)
+        return found
+
+
+def _who(session: Session) -> str:
+    return f"{session.descriptor.role} {session.world} rank {session.rank}"

@@ -1,0 +1,429 @@
+"""Worlds: rounds that form and never mix, sealing under a new epoch, and what breaks a seal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from rankgate.coordinator.core.effects import Persist, Send
+from rankgate.coordinator.core.judging import shape_of
+from rankgate.coordinator.core.rules.agreement import check_agreement, check_order
+from rankgate.coordinator.core.sessions import Session, Sessions
+from rankgate.coordinator.core.settings import Durable, SealedRecord, Settings
+from rankgate.coordinator.core.tables import WORLD_TABLE, RankState, WorldState, change
+from rankgate.coordinator.core.turn import Turn
+from rankgate.coordinator.core.verdicts import WorldShape
+from rankgate.proto.codes import Code
+from rankgate.proto.digests import digest_of
+from rankgate.proto.findings import Finding, Side, finding, has_error, ranks_text
+from rankgate.proto.messages import Probe, WorldForming, WorldSealed
+
+
+_MAX_WORLDS = 4096
+"""World names remembered; beyond it those without any rank are forgotten."""
+
+
+class Round:
+    """The counted ranks of one world that carry one round token.
+
+    Invariant: at most one member a rank; members of two tokens never meet in one round.
+    """
+
+    def __init__(self, token: bytes, began: int) -> None:
+        """Begin empty at ``began`` (ms)."""
+        self.token = token
+        self.began = began
+        self.members: dict[int, Session] = {}
+        self.findings: list[Finding] = []
+        self.overdue = False
+        self.size = 1
+
+    def missing(self) -> list[int]:
+        """Return the ranks that do not count yet."""
+        return [rank for rank in range(self.size) if rank not in self.members]
+
+
+class World:
+    """One world name, with its sealed round (if any) and the rounds that form.
+
+    Invariant: ``sealed`` is one of ``rounds``; epoch, shape and receive_count belong to the last
+    seal and change only with it.
+    """
+
+    def __init__(self, name: str, now: int) -> None:
+        """Begin unsealed."""
+        self.name = name
+        self.state = WorldState.FORMING
+        self.since = now
+        self.rounds: dict[bytes, Round] = {}
+        self.sealed: Round | None = None
+        self.epoch = 0
+        self.receive_count = 0
+        self.shape: WorldShape | None = None
+        self.digest = b""
+        self.role = ""
+        self.group = ""
+        self.unfit = 0
+        self.broken_by: Finding | None = None
+
+    def latest(self) -> Round | None:
+        """Return the sealed round, else the youngest one that forms."""
+        return self.sealed or max(self.rounds.values(), key=lambda r: r.began, default=None)
+
+    def members(self) -> list[Session]:
+        """Return the sealed members by rank; empty when the world is not sealed."""
+        return [] if self.sealed is None else list(self.sealed.members.values())
+
+    def ranks_of(self, slots: tuple[int, ...]) -> list[int]:
+        """Return the ranks at these slots, over all data-parallel groups."""
+        wanted = set(slots)
+        return [session.rank for session in self.members() if session.slot in wanted]
+
+
+class Worlds:
+    """All worlds. Sealing and breaking are the only ways an epoch begins and ends.
+
+    Invariant: epochs only ever grow, over all worlds and daemon starts, and are durable before
+    anyone hears of them.
+    """
+
+    def __init__(self, turn: Turn, sessions: Sessions, settings: Settings, durable: Durable) -> None:
+        """Start with what the store holds: the epoch, and worlds that may be confirmed."""
+        self._turn = turn
+        self._sessions = sessions
+        self._settings = settings
+        self._epoch = durable.epoch
+        self._unconfirmed = {record.world: record for record in durable.worlds}
+        self._probes: dict[str, list[Callable[[bool], None]]] = {}
+        self.by_name: dict[str, World] = {}
+        self.on_sealed: Callable[[World], None] = _unset
+        self.on_broken: Callable[[World, Finding, list[Session]], None] = _unset
+        self.partners: Callable[[World], list[Session]] = _no_partners
+
+    # --- a rank comes ---------------------------------------------------------------------
+
+    def admit(self, session: Session) -> Finding | None:
+        """Count a rank on its first heartbeat, or return why not."""
+        world = self.by_name.get(session.world) or self._add(session.world)
+        forming = world.rounds.get(session.round)
+        if forming is None:
+            forming = world.rounds[session.round] = Round(session.round, self._turn.now)
+            self._turn.deadlines.at(
+                self._turn.now + self._settings.form_grace, lambda: self._grace(world, forming)
+            )
+        other = forming.members.get(session.rank)
+        if other is not None:
+            found = self.duplicate(session, other)
+            self._tell(world, forming, [found])
+            return found
+        self._sessions.start_counting(session)
+        forming.members[session.rank] = session
+        if world.sealed is None:
+            world.role, world.group = session.descriptor.role, session.descriptor.group
+        self._turn.tell(
+            f"world:{world.name}",
+            "rank_counted",
+            world=world.name,
+            rank=session.rank,
+            have=len(forming.members),
+        )
+        self._consider(world, forming)
+        return None
+
+    def _add(self, name: str) -> World:
+        if len(self.by_name) >= _MAX_WORLDS:
+            empty = [world for world in self.by_name.values() if not world.rounds]
+            for world in empty[: len(empty) // 2 + 1]:
+                del self.by_name[world.name]
+        world = self.by_name[name] = World(name, self._turn.now)
+        return world
+
+    def duplicate(self, later: Session, earlier: Session) -> Finding:
+        """Return the finding that two live processes claim one rank (RG105)."""
+        sides = [
+            Side(
+                f"{who} process {session.incarnation.hex()[:8]} on {session.descriptor.transport.host}",
+                f"rank {session.rank}",
+            )
+            for who, session in (("earlier", earlier), ("later", later))
+        ]
+        found = finding(Code.DUPLICATE_RANK, "rank", *sides)
+        self._turn.journal.refuse(f"world {later.world}", found, self._turn.now)
+        return found
+
+    def _consider(self, world: World, forming: Round) -> None:
+        """Judge a round's agreement; seal it when it is complete and agrees."""
+        described = {rank: session.descriptor for rank, session in forming.members.items()}
+        sizes = [member.world_size for member in described.values()]
+        forming.size = max(sizes, key=sizes.count)
+        before = forming.findings
+        forming.findings = check_agreement(described)
+        if has_error(forming.findings):
+            if forming.findings != before:
+                self._refuse(world, forming.findings)
+                self._tell(world, forming)
+            return
+        if before:
+            self._tell(world, forming)
+        if forming.missing() or not self._all_live(forming):
+            return
+        if world.sealed is None:
+            self._seal(world, forming)
+        elif world.sealed is not forming:
+            self.probe(world, lambda alive: self._after_probe(world, forming, alive=alive))
+
+    def _all_live(self, forming: Round) -> bool:
+        return all(session.state is RankState.LIVE for session in forming.members.values())
+
+    # --- an older round -------------------------------------------------------------------
+
+    def holder(self, name: str, token: bytes) -> World | None:
+        """Return the world if another round than ``token``'s is sealed under this name."""
+        world = self.by_name.get(name)
+        if world is None or world.sealed is None or world.sealed.token == token:
+            return None
+        return world
+
+    def probe(self, world: World, then: Callable[[bool], None]) -> None:
+        """Ask the sealed members whether any lives; ``then`` hears the answer within ``probe``."""
+        waiting = self._probes.get(world.name)
+        if waiting is not None:
+            waiting.append(then)
+            return
+        asked = [session for session in world.members() if session.peer is not None]
+        self._probes[world.name] = [then]
+        if not asked:
+            self._resolve(world, alive=False)
+            return
+        for session in asked:
+            if session.peer is not None:
+                self._turn.effects.append(Send(session.peer, 0, Probe()))
+        asked_round = world.sealed
+        self._turn.deadlines.at(
+            self._turn.now + self._settings.probe,
+            lambda: self._resolve(world, alive=False) if world.sealed is asked_round else None,
+        )
+
+    def answered(self, session: Session) -> None:
+        """A member of a sealed round lives."""
+        world = self.by_name.get(session.world)
+        if world is not None and world.sealed is not None and world.sealed.token == session.round:
+            self._resolve(world, alive=True)
+
+    def _resolve(self, world: World, *, alive: bool) -> None:
+        waiting = self._probes.pop(world.name, [])
+        if waiting and not alive and world.sealed is not None:
+            side = Side(f"older round {world.sealed.token.hex()[:8]}", "no answer to a probe")
+            self._break(world, finding(Code.WORLD_BROKEN, f"world {world.name}", side), void=True)
+        for then in waiting:
+            then(alive)
+
+    def _after_probe(self, world: World, forming: Round, *, alive: bool) -> None:
+        if alive:
+            forming.findings = [self.in_use(world, forming)]
+            self._tell(world, forming)
+        elif world.rounds.get(forming.token) is forming and forming.members:
+            self._consider(world, forming)
+
+    def in_use(self, world: World, newcomer: Round | None, host: str = "") -> Finding:
+        """Return the finding that another live round holds the name (RG108)."""
+        older = ", ".join(sorted({s.descriptor.transport.host for s in world.members()}))
+        if newcomer is not None:
+            hosts = {s.descriptor.transport.host for s in newcomer.members.values()}
+            host = ", ".join(sorted(hosts))
+        found = finding(
+            Code.WORLD_IN_USE,
+            f"world {world.name}",
+            Side("older round", f"on {older}, epoch {world.epoch}"),
+            Side("newcomer", f"on {host}"),
+        )
+        self._turn.journal.refuse(f"world {world.name}", found, self._turn.now)
+        return found
+
+    # --- sealing and breaking -------------------------------------------------------------
+
+    def _seal(self, world: World, forming: Round) -> None:
+        members = [forming.members[rank] for rank in range(forming.size)]
+        forming.members = dict(enumerate(members))
+        described = {session.rank: session.descriptor for session in members}
+        forming.findings = list(check_order(described))
+        shape = shape_of(described)
+        world.state = change(WORLD_TABLE, world.state, WorldState.SEALED)
+        world.since = self._turn.now
+        world.sealed = forming
+        world.shape = shape
+        world.role, world.group = shape.role, members[0].descriptor.group
+        world.unfit = 0
+        world.broken_by = None
+        world.receive_count = shape.layout.tp * shape.layout.cp
+        world.digest = digest_of([world.name, shape.digest, [s.incarnation for s in members]])
+        world.epoch = self._mint(world, forming, members)
+        self._turn.tell(
+            f"world:{world.name}",
+            "world_sealed",
+            world=world.name,
+            epoch=world.epoch,
+            size=forming.size,
+            receive_count=world.receive_count,
+        )
+        sealed = WorldSealed(
+            world=world.name,
+            epoch=world.epoch,
+            size=forming.size,
+            receive_count=world.receive_count,
+            digest=world.digest,
+        )
+        for session in members:
+            self._sessions.push(session, sealed)
+        self.on_sealed(world)
+
+    def _mint(self, world: World, forming: Round, members: list[Session]) -> int:
+        """Return the world's epoch: the durable one if just this set is confirmed after a restart."""
+        record = self._unconfirmed.pop(world.name, None)
+        incarnations = [session.incarnation for session in members]
+        if (
+            record is not None
+            and (record.round, record.digest) == (forming.token, world.digest)
+            and record.incarnations == incarnations
+        ):
+            return record.epoch
+        self._epoch += 1
+        sealed = SealedRecord(
+            world=world.name,
+            epoch=self._epoch,
+            round=forming.token,
+            digest=world.digest,
+            incarnations=incarnations,
+        )
+        self._turn.effects.append(Persist(self._epoch, sealed))
+        return self._epoch
+
+    def gone(self, session: Session) -> None:
+        """Take a lost rank out of its round; a sealed round is broken by it."""
+        world = self.by_name.get(session.world)
+        left = world.rounds.get(session.round) if world else None
+        if world is None or left is None or left.members.get(session.rank) is not session:
+            return
+        side = Side(f"{world.name} rank {session.rank}", f"gone: {session.why}")
+        found = finding(Code.WORLD_BROKEN, f"world {world.name}", side)
+        del left.members[session.rank]
+        if world.sealed is left:
+            self._break(world, found, lost=[session])
+        if not left.members:
+            world.rounds.pop(left.token, None)
+            return
+        if left.findings:
+            self._consider(world, left)
+        self._tell(world, left, [found])
+
+    def _break(
+        self, world: World, found: Finding, *, lost: list[Session] | None = None, void: bool = False
+    ) -> None:
+        broken = world.sealed
+        if broken is None:
+            return
+        world.state = change(WORLD_TABLE, world.state, WorldState.FORMING)
+        world.since = self._turn.now
+        world.sealed = None
+        world.broken_by = found
+        broken.began = self._turn.now
+        broken.overdue = False
+        broken.findings = []
+        self._refuse(world, [found])
+        self._turn.tell(
+            f"world:{world.name}",
+            "world_broken",
+            "warning",
+            world=world.name,
+            epoch=world.epoch,
+            why=found.message,
+        )
+        members = list(broken.members.values())
+        self.on_broken(world, found, [*(lost or []), *members])
+        if void:
+            world.rounds.pop(broken.token, None)
+            broken.members = {}
+            for session in members:
+                self._sessions.lose(session, "a newer round took the world's name", cut_off=False)
+        else:
+            self._turn.deadlines.at(
+                self._turn.now + self._settings.form_grace, lambda: self._grace(world, broken)
+            )
+        for other in list(world.rounds.values()):
+            if other is not broken and world.sealed is None:
+                self._consider(world, other)
+        for then in self._probes.pop(world.name, []):
+            then(False)  # noqa: FBT003 - nobody of the older round is left to answer
+
+    def fitness(self, session: Session, change_by: int) -> None:
+        """Count members of a sealed round that are not live: no new grants meanwhile."""
+        world = self.by_name.get(session.world)
+        if world is None or world.sealed is None:
+            forming = world.rounds.get(session.round) if world else None
+            if world is not None and forming is not None and change_by < 0:
+                self._consider(world, forming)
+            return
+        if world.sealed.members.get(session.rank) is session:
+            world.unfit += change_by
+
+    # --- telling --------------------------------------------------------------------------
+
+    def _grace(self, world: World, forming: Round) -> None:
+        if world.sealed is forming or world.rounds.get(forming.token) is not forming:
+            return
+        if self._turn.now - forming.began < self._settings.form_grace or forming.overdue:
+            return
+        forming.overdue = True
+        if missing := forming.missing():
+            have = ranks_text(forming.members) if forming.members else "no rank"
+            found = finding(
+                Code.RANK_MISSING,
+                f"world {world.name}",
+                Side("registered", f"{have} of {forming.size}"),
+                Side("missing", ranks_text(missing)),
+            )
+            forming.findings = [*forming.findings, found]
+            self._refuse(world, [found])
+        self._tell(world, forming)
+
+    def _refuse(self, world: World, findings: list[Finding]) -> None:
+        for found in findings:
+            self._turn.journal.refuse(f"world {world.name}", found, self._turn.now)
+            self._turn.tell(
+                f"world:{world.name}",
+                "world_refused",
+                "warning",
+                world=world.name,
+                code=found.code,
+                slug=found.slug,
+                message=found.message,
+            )
+
+    def _tell(self, world: World, forming: Round, extra: list[Finding] | None = None) -> None:
+        """Tell a round's members, and would-be partners when it is overdue or clashes."""
+        message = self.forming(world, forming, extra or [])
+        listeners: Iterator[Session] = chain(forming.members.values())
+        if forming.overdue or has_error(forming.findings):
+            listeners = chain(forming.members.values(), self.partners(world))
+        for session in list(listeners):
+            self._sessions.push(session, message)
+
+    def forming(self, world: World, forming: Round, extra: list[Finding]) -> WorldForming:
+        """Return what is said of a world that is not sealed."""
+        return WorldForming(
+            world=world.name,
+            have=len(forming.members),
+            size=forming.size,
+            missing=forming.missing()[:1024],
+            overdue=forming.overdue,
+            findings=[*forming.findings, *extra],
+        )
+
+
+def _unset(*_args: object) -> None:
+    msg = "a part of the core is not wired"
+    raise AssertionError(msg)
+
+
+def _no_partners(_world: World) -> list[Session]:
+    return []

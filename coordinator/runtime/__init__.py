@@ -1,0 +1,1 @@
+"""The event loop around the core: it executes effects and feeds events."""

@@ -1,0 +1,86 @@
+"""A finding: one rule's result, in words and in fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+from rankgate.proto.codes import Code
+from rankgate.proto.fields import Name, Text
+
+
+class Side(Struct, frozen=True, omit_defaults=True):
+    """One value of a finding and who holds it, such as ``prefill p0 ranks 0-6``."""
+
+    who: Text
+    value: Text
+
+
+class Finding(Struct, frozen=True, omit_defaults=True):
+    """What one rule found. ``code`` and ``slug`` are stable; ``message`` is for people.
+
+    Invariant: ``message`` contains the field path and every side's value (case F09).
+    """
+
+    code: Name
+    slug: Name
+    severity: Name
+    field: Text
+    message: Text
+    sides: tuple[Side, ...] = ()
+    hint: Text = ""
+    retryable: bool = False
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the finding refuses."""
+        return self.severity == "error"
+
+
+def finding(code: Code, field: str, *sides: Side, detail: str = "", hint: str = "") -> Finding:
+    """Build a finding of ``code`` about ``field``.
+
+    Args:
+        code: the refusal's code.
+        field: path of the field, such as ``kv[full].dtype``.
+        sides: the values that clash, each with its holder.
+        detail: appended to the message when the values alone do not say enough.
+        hint: overrides the code's own hint.
+    """
+    values = "; ".join(f"{side.who} has {side.value}" for side in sides)
+    words = " ".join(part for part in (values, detail) if part)
+    return Finding(
+        code=code.id,
+        slug=code.slug,
+        severity=code.severity.value,
+        field=field,
+        message=f"{code.title}: {field}: {words}" if words else f"{code.title}: {field}",
+        sides=tuple(sides),
+        hint=hint or code.hint,
+        retryable=code.retryable,
+    )
+
+
+def has_error(findings: Iterable[Finding]) -> bool:
+    """Whether any finding refuses."""
+    return any(found.is_error for found in findings)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as people write them: ``rank 7``, ``ranks 0-6, 9``."""
+    ordered = sorted(set(ranks))
+    runs: list[str] = []
+    start = 0
+    for index, rank in enumerate(ordered):
+        if index + 1 < len(ordered) and ordered[index + 1] == rank + 1:
+            continue
+        first = ordered[start]
+        runs.append(str(rank) if first == rank else f"{first}-{rank}")
+        start = index + 1
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(runs)}"
+
+
+def world_ranks(role: str, world: str, ranks: Sequence[int]) -> str:
+    """Return a holder's name, such as ``decode d0 ranks 0-3``."""
+    return f"{role} {world} {ranks_text(ranks)}"
