@@ -17,14 +17,13 @@ import msgpack
 import msgspec
 
 from rankgate.proto.codes import Code
-from rankgate.proto.findings import Side, finding
+from rankgate.proto.findings import finding
 from rankgate.proto.limits import MAX_BODY_BYTES, MAX_DEPTH, MAX_ITEMS
 from rankgate.proto.messages import (
     KIND_OF,
     MESSAGES,
     WIRE_MAX,
     WIRE_MIN,
-    Kind,
     Refusal,
     Rejected,
 )
@@ -76,7 +75,8 @@ def decode_header(frame: bytes) -> Header:
         WireError: header_invalid, when it is not 12 bytes that begin with ``RG``.
     """
     if len(frame) != HEADER_BYTES or frame[:2] != MAGIC:
-        text = f"frame 1 is {len(frame)} bytes {bytes(frame[:12])!r}; expected 12 that begin with b'RG'"
+        seen = f"{len(frame)} bytes {bytes(frame[:12])!r}"
+        text = f"frame 1 is {seen}; expected 12 that begin with b'RG'"
         raise WireError(Code.HEADER_INVALID, text)
     _, version, kind, message_id = _HEADER.unpack(frame)
     return Header(version, kind, message_id)

@@ -12,7 +12,6 @@ from rankgate.proto.limits import (
     MAX_REQUEST,
     MAX_TEXT,
     MAX_WORLD_SIZE,
-
 )
 
 U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
@@ -30,4 +29,3 @@ Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Request = Annotated[str, Meta(max_length=MAX_REQUEST)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Blob = Annotated[bytes, Meta(max_length=1 << 20)]
-

@@ -52,7 +52,9 @@ def pair_key(
 ) -> bytes:
     """Return the 32-byte grant key of one pair of sealed worlds."""
     text = f"{source}\0{source_epoch}\0{destination}\0{destination_epoch}"
-    return hashlib.blake2b(text.encode(), key=master, digest_size=32, person=b"rankgate-grant").digest()
+    return hashlib.blake2b(
+        text.encode(), key=master, digest_size=32, person=b"rankgate-grant"
+    ).digest()
 
 
 def seal_grant(grant: Grant, key: bytes) -> bytes:

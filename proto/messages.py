@@ -103,7 +103,7 @@ class _Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
 # --- session -----------------------------------------------------------------------------------
 
 
-class Hello(_Message, kw_only=True):
+class Hello(_Message, frozen=True, kw_only=True):
     """First message of an agent on a connection; with ``session`` it asks to resume that one."""
 
     wire_min: U32 = WIRE_MIN
@@ -115,7 +115,7 @@ class Hello(_Message, kw_only=True):
     session: U64 = 0
 
 
-class Welcome(_Message, kw_only=True):
+class Welcome(_Message, frozen=True, kw_only=True):
     """Answer to Hello: the wire version to speak, who the daemon is, and its tick."""
 
     wire: U32
@@ -126,7 +126,7 @@ class Welcome(_Message, kw_only=True):
     resumed: bool = False
 
 
-class Register(_Message, kw_only=True):
+class Register(_Message, frozen=True, kw_only=True):
     """The rank's descriptor; answered Registered or Rejected (with all findings)."""
 
     incarnation: Id16
@@ -134,7 +134,7 @@ class Register(_Message, kw_only=True):
     descriptor: Descriptor
 
 
-class Registered(_Message, kw_only=True):
+class Registered(_Message, frozen=True, kw_only=True):
     """A session and the daemon's liveness rules, in ms (case C22: the daemon says them)."""
 
     session: U64
@@ -146,14 +146,14 @@ class Registered(_Message, kw_only=True):
     tick: Milliseconds
 
 
-class Heartbeat(_Message, kw_only=True):
+class Heartbeat(_Message, frozen=True, kw_only=True):
     """The rank is alive; the first one makes it count. ``acked``: highest push in sequence."""
 
     session: U64
     acked: U64 = 0
 
 
-class HeartbeatAck(_Message, kw_only=True):
+class HeartbeatAck(_Message, frozen=True, kw_only=True):
     """Instance, clock and tick of the daemon, so that a change is seen at once (case C02)."""
 
     instance: Id16
@@ -161,13 +161,13 @@ class HeartbeatAck(_Message, kw_only=True):
     tick: Milliseconds
 
 
-class NeedHello(_Message, kw_only=True):
+class NeedHello(_Message, frozen=True, kw_only=True):
     """The sender has no valid session: say Hello (resume) or register anew."""
 
     instance: Id16
 
 
-class Rejected(_Message, kw_only=True):
+class Rejected(_Message, frozen=True, kw_only=True):
     """The request is refused, with every reason."""
 
     findings: list[Finding]
@@ -178,42 +178,42 @@ class Rejected(_Message, kw_only=True):
         return bool(self.findings) and all(item.retryable for item in self.findings)
 
 
-class Ack(_Message, kw_only=True):
+class Ack(_Message, frozen=True, kw_only=True):
     """The highest push in sequence that this session has handled; never answered."""
 
     session: U64
     acked: U64
 
 
-class Leave(_Message, kw_only=True):
+class Leave(_Message, frozen=True, kw_only=True):
     """The rank goes on purpose; answered Left."""
 
     session: U64
     reason: Text = ""
 
 
-class Left(_Message, kw_only=True):
+class Left(_Message, frozen=True, kw_only=True):
     """The session is over."""
 
 
-class Probe(_Message, kw_only=True):
+class Probe(_Message, frozen=True, kw_only=True):
     """Asks a member of an older round whether it still lives; answer ProbeAck at once."""
 
 
-class ProbeAck(_Message, kw_only=True):
+class ProbeAck(_Message, frozen=True, kw_only=True):
     """The rank lives."""
 
     session: U64
 
 
-class Pulse(_Message, kw_only=True):
+class Pulse(_Message, frozen=True, kw_only=True):
     """Says nothing: the daemon sends it to learn whether the peer's connection still stands."""
 
 
 # --- pushes ------------------------------------------------------------------------------------
 
 
-class WorldSealed(_Message, kw_only=True):
+class WorldSealed(_Message, frozen=True, kw_only=True):
     """All ranks of one round are live and agree; the epoch and the world's receive_count.
 
     ``receive_count`` is computed once, by the daemon: the ranks of one DP group at the receiving
@@ -227,7 +227,7 @@ class WorldSealed(_Message, kw_only=True):
     digest: Digest
 
 
-class WorldForming(_Message, kw_only=True):
+class WorldForming(_Message, frozen=True, kw_only=True):
     """The world is not sealed: how many of its ranks are there, who is missing, what clashes.
 
     ``overdue`` says the grace time is over. Sent to its members, and to ranks of sealed worlds
@@ -242,7 +242,7 @@ class WorldForming(_Message, kw_only=True):
     findings: list[Finding] = []
 
 
-class Slice(_Message, kw_only=True):
+class Slice(_Message, frozen=True, kw_only=True):
     """Bytes that one contact moves in every page of a request, for a run of layers.
 
     For ``i < layers`` and ``j < count``, in page ``p`` of source buffer ``source_layer + i`` and
@@ -271,7 +271,7 @@ class Slice(_Message, kw_only=True):
         return self.layers * self.count * self.length
 
 
-class Contact(_Message, kw_only=True):
+class Contact(_Message, frozen=True, kw_only=True):
     """A rank of the other world that must talk with this one for a request in scope.
 
     ``slot`` is the peer's place in its DP group: ``(pp * cp_size + cp) * tp_size + tp``.
@@ -284,7 +284,7 @@ class Contact(_Message, kw_only=True):
     slices: list[Slice] = []
 
 
-class Peer(_Message, kw_only=True):
+class Peer(_Message, frozen=True, kw_only=True):
     """A rank of the other world, as it registered."""
 
     rank: Rank
@@ -296,7 +296,7 @@ class Peer(_Message, kw_only=True):
     metadata_digest: Digest
 
 
-class Verdict(_Message, kw_only=True):
+class Verdict(_Message, frozen=True, kw_only=True):
     """The daemon's judgement of a pair of sealed worlds, and this rank's part of the plan.
 
     ``receive_count`` is set for a source rank: how many distinct destination ranks must end
@@ -323,7 +323,7 @@ class Verdict(_Message, kw_only=True):
     """For source ranks: checks grants of this pair of epochs."""
 
 
-class PairReady(_Message, kw_only=True):
+class PairReady(_Message, frozen=True, kw_only=True):
     """Every rank of both worlds has linked; transfers may be opened."""
 
     source: Name
@@ -332,7 +332,7 @@ class PairReady(_Message, kw_only=True):
     destination_epoch: U64
 
 
-class PairBroken(_Message, kw_only=True):
+class PairBroken(_Message, frozen=True, kw_only=True):
     """The pair may open no more transfers: why, and whether a side's seal is gone.
 
     A destination rank with an incomplete transfer from a lost source ends it failed
@@ -349,7 +349,7 @@ class PairBroken(_Message, kw_only=True):
     lost_ranks: list[Rank] = []
 
 
-class OutcomeItem(_Message, kw_only=True):
+class OutcomeItem(_Message, frozen=True, kw_only=True):
     """One transfer's one outcome, the same for everyone.
 
     ``outcome``: delivered, failed, expired or aborted. ``missing``: destination ranks that had
@@ -366,20 +366,20 @@ class OutcomeItem(_Message, kw_only=True):
     missing: list[Rank] = []
 
 
-class Outcome(_Message, kw_only=True):
+class Outcome(_Message, frozen=True, kw_only=True):
     """Outcomes named in one step; to all ranks in scope of both sides."""
 
     items: Annotated[list[OutcomeItem], Meta(max_length=MAX_BATCH)]
 
 
-class AbortingItem(_Message, kw_only=True):
+class AbortingItem(_Message, frozen=True, kw_only=True):
     """One transfer that is being aborted."""
 
     transfer: U64
     finding: Finding
 
 
-class Aborting(_Message, kw_only=True):
+class Aborting(_Message, frozen=True, kw_only=True):
     """Destination ranks drain the named transfers and end them; sources start nothing more."""
 
     items: Annotated[list[AbortingItem], Meta(max_length=MAX_BATCH)]
@@ -388,7 +388,7 @@ class Aborting(_Message, kw_only=True):
 # --- requests ----------------------------------------------------------------------------------
 
 
-class Claim(_Message, kw_only=True):
+class Claim(_Message, frozen=True, kw_only=True):
     """A count that an engine still computes itself.
 
     ``count``: ``world_receive_count`` (of the destination world), ``receive_count`` (of this
@@ -399,7 +399,7 @@ class Claim(_Message, kw_only=True):
     value: U32
 
 
-class Linked(_Message, kw_only=True):
+class Linked(_Message, frozen=True, kw_only=True):
     """This rank holds links to all its contacts of the pair; another claim is refused here."""
 
     session: U64
@@ -411,11 +411,11 @@ class Linked(_Message, kw_only=True):
     """Not empty: linking failed, and this is why."""
 
 
-class LinkedAck(_Message, kw_only=True):
+class LinkedAck(_Message, frozen=True, kw_only=True):
     """The report of linking is taken."""
 
 
-class OpenItem(_Message, kw_only=True):
+class OpenItem(_Message, frozen=True, kw_only=True):
     """One request to open over a pair; idempotent by (epochs, request, attempt)."""
 
     request: Request
@@ -431,14 +431,14 @@ class OpenItem(_Message, kw_only=True):
     claims: list[Claim] = []
 
 
-class Open(_Message, kw_only=True):
+class Open(_Message, frozen=True, kw_only=True):
     """Requests to open; each is answered with a grant or a denial, at once."""
 
     session: U64
     items: Annotated[list[OpenItem], Meta(max_length=MAX_BATCH)]
 
 
-class OpenResult(_Message, kw_only=True):
+class OpenResult(_Message, frozen=True, kw_only=True):
     """A grant (its sealed bytes), a denial (``finding``), or the outcome it already has."""
 
     grant: Annotated[bytes, Meta(max_length=1024)] = b""
@@ -446,14 +446,14 @@ class OpenResult(_Message, kw_only=True):
     ended: OutcomeItem | None = None
 
 
-class Opened(_Message, kw_only=True):
+class Opened(_Message, frozen=True, kw_only=True):
     """Results in the order of the items."""
 
     tick: Milliseconds
     items: Annotated[list[OpenResult], Meta(max_length=MAX_BATCH)]
 
 
-class EndItem(_Message, kw_only=True):
+class EndItem(_Message, frozen=True, kw_only=True):
     """This destination rank is done with one transfer: ``delivered`` or ``failed``."""
 
     transfer: U64
@@ -461,14 +461,14 @@ class EndItem(_Message, kw_only=True):
     finding: Finding | None = None
 
 
-class End(_Message, kw_only=True):
+class End(_Message, frozen=True, kw_only=True):
     """Ends of a destination rank; each is answered ok or with the outcome it came too late for."""
 
     session: U64
     items: Annotated[list[EndItem], Meta(max_length=MAX_BATCH)]
 
 
-class EndResult(_Message, kw_only=True):
+class EndResult(_Message, frozen=True, kw_only=True):
     """``late`` is the outcome the transfer already has; ``finding`` why the end is refused."""
 
     transfer: U64
@@ -476,28 +476,28 @@ class EndResult(_Message, kw_only=True):
     finding: Finding | None = None
 
 
-class Ended(_Message, kw_only=True):
+class Ended(_Message, frozen=True, kw_only=True):
     """Results in the order of the items."""
 
     tick: Milliseconds
     items: Annotated[list[EndResult], Meta(max_length=MAX_BATCH)]
 
 
-class AbortItem(_Message, kw_only=True):
+class AbortItem(_Message, frozen=True, kw_only=True):
     """One transfer to abort, by any rank in scope."""
 
     transfer: U64
     reason: Text = ""
 
 
-class Abort(_Message, kw_only=True):
+class Abort(_Message, frozen=True, kw_only=True):
     """Aborts; answered with what each transfer is by then."""
 
     session: U64
     items: Annotated[list[AbortItem], Meta(max_length=MAX_BATCH)]
 
 
-class AbortResult(_Message, kw_only=True):
+class AbortResult(_Message, frozen=True, kw_only=True):
     """``state`` is the transfer's state after this abort; ``finding`` why it is refused."""
 
     transfer: U64
@@ -505,13 +505,13 @@ class AbortResult(_Message, kw_only=True):
     finding: Finding | None = None
 
 
-class AbortAck(_Message, kw_only=True):
+class AbortAck(_Message, frozen=True, kw_only=True):
     """Results in the order of the items."""
 
     items: Annotated[list[AbortResult], Meta(max_length=MAX_BATCH)]
 
 
-class ReportItem(_Message, kw_only=True):
+class ReportItem(_Message, frozen=True, kw_only=True):
     """A refusal that an agent gave or got without the daemon, for operators."""
 
     transfer: U64 = 0
@@ -519,7 +519,7 @@ class ReportItem(_Message, kw_only=True):
     finding: Finding
 
 
-class Report(_Message, kw_only=True):
+class Report(_Message, frozen=True, kw_only=True):
     """Local refusals, and how much this rank has staged and landing (requests, bytes)."""
 
     session: U64
@@ -529,14 +529,14 @@ class Report(_Message, kw_only=True):
     landing: U32 = 0
 
 
-class Reported(_Message, kw_only=True):
+class Reported(_Message, frozen=True, kw_only=True):
     """The report is taken."""
 
 
 # --- between agents ----------------------------------------------------------------------------
 
 
-class Region(_Message, kw_only=True):
+class Region(_Message, frozen=True, kw_only=True):
     """One registered buffer: part ``part`` of the ``layer``-th layer of group ``group``."""
 
     group: Name
@@ -547,7 +547,7 @@ class Region(_Message, kw_only=True):
     """Bytes of the buffer: pages x item_len."""
 
 
-class Metadata(_Message, kw_only=True):
+class Metadata(_Message, frozen=True, kw_only=True):
     """Transport metadata of one rank; its digest stands in the descriptor."""
 
     kind: Name
@@ -556,7 +556,7 @@ class Metadata(_Message, kw_only=True):
     """Opaque bytes of a transfer engine (NIXL, Mooncake)."""
 
 
-class PeerHello(_Message, kw_only=True):
+class PeerHello(_Message, frozen=True, kw_only=True):
     """A destination rank dials a source rank and says who it takes it for.
 
     Answered PeerWelcome, or Rejected: identity_mismatch (another process answers here, C07),
@@ -579,21 +579,21 @@ class PeerHello(_Message, kw_only=True):
     """Encoded Metadata of the destination rank."""
 
 
-class PeerWelcome(_Message, kw_only=True):
+class PeerWelcome(_Message, frozen=True, kw_only=True):
     """The source's own metadata; the link stands."""
 
     wire: U32
     metadata: Blob
 
 
-class PagesOf(_Message, kw_only=True):
+class PagesOf(_Message, frozen=True, kw_only=True):
     """The pages of one request in one KV group, in token order."""
 
     group: Name
     pages: Annotated[list[PageIndex], Meta(max_length=MAX_PAGES_PER_REQUEST)]
 
 
-class Present(_Message, kw_only=True):
+class Present(_Message, frozen=True, kw_only=True):
     """A destination rank shows its grant and says how many pages it has ready.
 
     Page numbers stay with the destination: the source needs their count only, and names chunks
@@ -607,7 +607,7 @@ class Present(_Message, kw_only=True):
     """Chunks that the source may send before it hears of more credit on this link."""
 
 
-class Presented(_Message, kw_only=True):
+class Presented(_Message, frozen=True, kw_only=True):
     """``accepted`` (data comes), ``parked`` (not staged yet) or ``refused``."""
 
     transfer: U64
@@ -615,7 +615,7 @@ class Presented(_Message, kw_only=True):
     finding: Finding | None = None
 
 
-class Chunk(_Message, kw_only=True):
+class Chunk(_Message, frozen=True, kw_only=True):
     """Bytes of one slice for a run of the request's pages; the raw frames follow.
 
     ``slice`` indexes the contact's slices; ``first`` and ``pages`` name positions in the
@@ -635,13 +635,13 @@ class Chunk(_Message, kw_only=True):
     pages: U32 = 0
 
 
-class Credit(_Message, kw_only=True):
+class Credit(_Message, frozen=True, kw_only=True):
     """The destination has taken ``chunks`` more chunks of this link in all since it began."""
 
     chunks: U64
 
 
-class PeerEnd(_Message, kw_only=True):
+class PeerEnd(_Message, frozen=True, kw_only=True):
     """This destination rank is done with a transfer; to data and notice contacts alike.
 
     It carries the grant, since a notice contact has never seen it.
@@ -651,26 +651,26 @@ class PeerEnd(_Message, kw_only=True):
     outcome: Name
 
 
-class PeerEnded(_Message, kw_only=True):
+class PeerEnded(_Message, frozen=True, kw_only=True):
     """The end is counted (a repeat counts once)."""
 
     transfer: U64
     finding: Finding | None = None
 
 
-class Drain(_Message, kw_only=True):
+class Drain(_Message, frozen=True, kw_only=True):
     """Send nothing more for a transfer, and say when nothing is under way."""
 
     grant: Annotated[bytes, Meta(max_length=1024)]
 
 
-class Drained(_Message, kw_only=True):
+class Drained(_Message, frozen=True, kw_only=True):
     """Nothing of the transfer is under way from this source, nor will be."""
 
     transfer: U64
 
 
-class SourceFailed(_Message, kw_only=True):
+class SourceFailed(_Message, frozen=True, kw_only=True):
     """The source cannot send its share (case B11); never answered."""
 
     transfer: U64
@@ -680,7 +680,7 @@ class SourceFailed(_Message, kw_only=True):
 # --- operator ----------------------------------------------------------------------------------
 
 
-class Query(_Message, kw_only=True):
+class Query(_Message, frozen=True, kw_only=True):
     """An operator's question: ``status``, ``ranks``, ``pairs``, ``transfers`` or ``story``."""
 
     view: Name

@@ -14,7 +14,7 @@ class _Row(Struct, frozen=True, kw_only=True):
     """Base of all rows: every field is always written, so that scripts can rely on it."""
 
 
-class WorldView(_Row):
+class WorldView(_Row, frozen=True, kw_only=True):
     """One world: its state, and what it waits for."""
 
     world: str
@@ -33,7 +33,7 @@ class WorldView(_Row):
     findings: list[Finding]
 
 
-class RankView(_Row):
+class RankView(_Row, frozen=True, kw_only=True):
     """One rank of one world."""
 
     world: str
@@ -56,7 +56,7 @@ class RankView(_Row):
     landing: int
 
 
-class PairCountView(_Row):
+class PairCountView(_Row, frozen=True, kw_only=True):
     """One rank's counts in a pair."""
 
     side: str
@@ -66,7 +66,7 @@ class PairCountView(_Row):
     linked: bool
 
 
-class PairView(_Row):
+class PairView(_Row, frozen=True, kw_only=True):
     """One pair of worlds: verdict, findings, counts."""
 
     source: str
@@ -85,7 +85,7 @@ class PairView(_Row):
     """Transfers by state, over the pair's life."""
 
 
-class TransferView(_Row):
+class TransferView(_Row, frozen=True, kw_only=True):
     """One transfer: who has ended, who has not, and how long it has been waiting."""
 
     transfer: int
@@ -101,7 +101,7 @@ class TransferView(_Row):
     finding: Finding | None
 
 
-class RefusalView(_Row):
+class RefusalView(_Row, frozen=True, kw_only=True):
     """One refusal the daemon gave or was told of, newest last; equal ones are counted."""
 
     about: str
@@ -110,7 +110,7 @@ class RefusalView(_Row):
     finding: Finding
 
 
-class StatusView(_Row):
+class StatusView(_Row, frozen=True, kw_only=True):
     """The daemon at a glance."""
 
     version: str

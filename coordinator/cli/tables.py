@@ -284,7 +284,8 @@ def _stanza(found: Finding) -> Table:
     for side in found.sides:
         table.add_row("value", Text.assemble((side.value, "bold"), f"  {side.who}"))
     values = "; ".join(f"{side.who} has {side.value}" for side in found.sides)
-    reason = found.message.replace(f"{found.field}: ", "", 1).replace(values, "", 1).strip(" :")
+    rest = found.message.replace(f"{found.field}: ", "", 1).replace(values, "", 1)
+    reason = " ".join(rest.split()).strip(" :")
     if reason:
         table.add_row("reason", Text(reason))
     if found.hint:

@@ -56,10 +56,5 @@ class QueryArrived(Struct, frozen=True):
 
 
 Event = (
-    MessageArrived
-    | MessageRefused
-    | PeerDisconnected
-    | ClockTicked
-    | VerdictReached
-    | QueryArrived
+    MessageArrived | MessageRefused | PeerDisconnected | ClockTicked | VerdictReached | QueryArrived
 )

@@ -67,7 +67,7 @@ class Coordinator:
     is answered with a typed refusal; a broken invariant raises InvariantError.
     """
 
-    def __init__(  # noqa: PLR0913 - what the runtime alone knows
+    def __init__(
         self,
         identity: Identity,
         settings: Settings,
@@ -84,12 +84,8 @@ class Coordinator:
         self.sessions = Sessions(turn, identity, settings)
         self.worlds = Worlds(turn, self.sessions, settings, durable)
         self.pairs = Pairs(turn, identity, self.sessions, self.worlds)
-        self.transfers = Transfers(
-            turn, identity, settings, self.sessions, self.worlds, self.pairs
-        )
-        self._showing = Showing(
-            turn, identity, self, endpoints=tuple(endpoints), insecure=insecure
-        )
+        self.transfers = Transfers(turn, identity, settings, self.sessions, self.worlds, self.pairs)
+        self._showing = Showing(turn, identity, self, endpoints=tuple(endpoints), insecure=insecure)
         self.sessions.on_live = lambda session: self.worlds.fitness(session, -1)
         self.sessions.on_unfit = lambda session: self.worlds.fitness(session, +1)
         self.sessions.on_gone = self.worlds.gone
@@ -174,7 +170,9 @@ class Coordinator:
         code = BY_ID.get(event.code, Code.BODY_INVALID)
         found = finding(code, "message", detail=event.text)
         self._turn.journal.refuse(about, found, self._turn.now)
-        self._turn.tell("daemon", "message_refused", "warning", about=about, code=code.id, text=event.text)
+        self._turn.tell(
+            "daemon", "message_refused", "warning", about=about, code=code.id, text=event.text
+        )
 
     def _disconnected(self, peer: bytes, reason: str) -> None:
         self._registering.pop(peer, None)

@@ -1,4 +1,4 @@
-"""Pairs of sealed worlds: judged, told to every rank, linked, ready; judged anew when a side changes."""
+"""Pairs of sealed worlds: judged, told to every rank, linked, ready; re-judged on every seal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from rankgate.proto.messages import (
     PairReady,
     Peer,
     Verdict,
-    WorldForming,
 )
 
 Epochs = tuple[int, int]
@@ -78,7 +77,7 @@ class Pairs:
         self._asked: defaultdict[tuple[bytes, bytes], set[str]] = defaultdict(set)
         self.by_name: dict[tuple[str, str], Pair] = {}
         self.by_epochs: dict[Epochs, Pair] = {}
-        self.on_broken: Callable[[Pair, Epochs, bool, bool], None] = _unset
+        self.on_broken: Callable[[Pair, Epochs, SideName | None], None] = _unset
 
     # --- judging --------------------------------------------------------------------------
 
@@ -166,7 +165,10 @@ class Pairs:
                 self._identity.master, source.name, epochs[0], destination.name, epochs[1]
             )
             self._turn.tell(
-                f"pair:{pair.name}", "pair_accepted", pair=pair.name, epochs=f"{epochs[0]}:{epochs[1]}"
+                f"pair:{pair.name}",
+                "pair_accepted",
+                pair=pair.name,
+                epochs=f"{epochs[0]}:{epochs[1]}",
             )
         for sending, world, other in ((True, source, destination), (False, destination, source)):
             peers = _peers_by_slot(other)
@@ -245,7 +247,11 @@ class Pairs:
         waiting = {}
         for side, name in (("source", pair.source), ("destination", pair.destination)):
             world = self._worlds.by_name.get(name)
-            ranks = [s.rank for s in world.members() if (side, s.rank) not in pair.linked] if world else []
+            ranks = (
+                [s.rank for s in world.members() if (side, s.rank) not in pair.linked]
+                if world
+                else []
+            )
             if ranks:
                 waiting[name] = ranks
         return waiting
@@ -283,7 +289,7 @@ class Pairs:
         pair.findings = [*pair.findings, *findings]
         pair.plan = None
         self._reject(pair, findings)
-        self.on_broken(pair, pair.epochs, False, False)  # noqa: FBT003 - neither side is lost
+        self.on_broken(pair, pair.epochs, None)
         for session in self._everyone(pair):
             self._sessions.push(session, self._verdict(pair, session, {}, sending=True))
 
@@ -323,7 +329,7 @@ class Pairs:
                 continue
             epochs, is_source = pair.epochs, world.name == pair.source
             self._become_waiting(pair)
-            self.on_broken(pair, epochs, is_source, not is_source)
+            self.on_broken(pair, epochs, "source" if is_source else "destination")
             broken = PairBroken(
                 source=pair.source,
                 source_epoch=epochs[0],

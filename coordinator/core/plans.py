@@ -89,7 +89,9 @@ def _parts(group: KvGroup) -> list[tuple[str, int]]:
     return parts
 
 
-def _layer_runs(source: Sequence[int], destination: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _layer_runs(
+    source: Sequence[int], destination: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
     """Yield (first source index, first destination index, run length) of the common layers."""
     places = {layer: index for index, layer in enumerate(destination)}
     run: list[int] = []  # [source index, destination index, length]

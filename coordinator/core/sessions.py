@@ -47,11 +47,17 @@ class Session:
         "why",
     )
 
-    def __init__(  # noqa: PLR0913 - its identity is five values
-        self, id: int, peer: bytes, hello: Hello, descriptor: Descriptor, slot: int, heard: int  # noqa: A002 - wire term
+    def __init__(
+        self,
+        session_id: int,
+        peer: bytes,
+        hello: Hello,
+        descriptor: Descriptor,
+        slot: int,
+        heard: int,
     ) -> None:
         """Begin as registering: it does not count before its first heartbeat."""
-        self.id = id
+        self.id = session_id
         self.peer: bytes | None = peer
         self.incarnation = hello.incarnation
         self.round = hello.round
@@ -79,6 +85,11 @@ class Session:
     def rank(self) -> int:
         """Rank in its world."""
         return self.descriptor.rank
+
+    @property
+    def host(self) -> str:
+        """Host name it declared, for people."""
+        return self.descriptor.transport.host
 
     @property
     def counts(self) -> bool:
@@ -208,7 +219,9 @@ class Sessions:
         was_live = session.state is RankState.LIVE
         session.state = change(RANK_TABLE, session.state, RankState.DISCONNECTED)
         session.heard = self._clock()
-        self._turn.deadlines.at(self._turn.now + self._settings.resume, lambda: self._check(session))
+        self._turn.deadlines.at(
+            self._turn.now + self._settings.resume, lambda: self._check(session)
+        )
         if was_live:
             self.on_unfit(session)
 

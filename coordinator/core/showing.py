@@ -196,7 +196,9 @@ class Showing:
         still = [t for t in everything if t.state.value in {"granted", "aborting"}]
         ended = [t for t in everything if t.state.value not in {"granted", "aborting"}]
         rows = still[:_MOST_ROWS]
-        return [self._transfer(t) for t in (*rows, *reversed(ended[-(_MOST_ROWS - len(rows) or 1) :]))]
+        return [
+            self._transfer(t) for t in (*rows, *reversed(ended[-(_MOST_ROWS - len(rows) or 1) :]))
+        ]
 
     def _transfer(self, transfer: Transfer) -> TransferView:
         return TransferView(

@@ -11,8 +11,9 @@ from collections import Counter, defaultdict
 from rankgate.coordinator.core.pairs import Epochs, Pair, Pairs
 from rankgate.coordinator.core.sessions import Session, Sessions
 from rankgate.coordinator.core.settings import Identity, Settings
-from rankgate.coordinator.core.tables import PairState, TransferState, change, TRANSFER_TABLE
+from rankgate.coordinator.core.tables import TRANSFER_TABLE, PairState, TransferState, change
 from rankgate.coordinator.core.turn import Turn
+from rankgate.coordinator.core.verdicts import SideName
 from rankgate.coordinator.core.worlds import World, Worlds
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Finding, Side, finding, ranks_text
@@ -61,9 +62,11 @@ class Transfer:
         "until",
     )
 
-    def __init__(self, id: int, item: OpenItem, pair: Pair, worlds: tuple[World, World], now: int) -> None:  # noqa: A002 - wire term
+    def __init__(
+        self, transfer_id: int, item: OpenItem, pair: Pair, worlds: tuple[World, World], now: int
+    ) -> None:
         """Begin granted."""
-        self.id = id
+        self.id = transfer_id
         self.item = item
         self.pair = pair
         self.epochs: Epochs = pair.epochs
@@ -107,7 +110,7 @@ class Transfers:
     its outcome until ``issued + ttl + tombstone`` and is never evicted by count.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts it stands on
+    def __init__(
         self,
         turn: Turn,
         identity: Identity,
@@ -198,7 +201,9 @@ class Transfers:
         if item.request.strip().lower() in _CONSTANTS:
             return finding(Code.REQUEST_INVALID, "request", Side(_who(session), repr(item.request)))
         if not self._in_scope(session, item, destination):
-            return self._outside(session, f"request {item.request}", destination, item.destination_dp)
+            return self._outside(
+                session, f"request {item.request}", destination, item.destination_dp
+            )
         for field, dp, world in (
             ("source_dp", item.source_dp, source),
             ("destination_dp", item.destination_dp, destination),
@@ -276,7 +281,9 @@ class Transfers:
             transfer.ended.add(session.rank)
             if item.outcome == "failed":
                 transfer.failures[session.rank] = item.finding or finding(
-                    Code.TRANSPORT_FAILED, f"transfer {item.transfer}", Side(_who(session), "failed")
+                    Code.TRANSPORT_FAILED,
+                    f"transfer {item.transfer}",
+                    Side(_who(session), "failed"),
                 )
             if len(transfer.ended) == len(transfer.expected):
                 self._name_outcome(transfer)
@@ -340,7 +347,9 @@ class Transfers:
         """Begin to abort a transfer; its destination ranks drain and end it."""
         transfer = self.by_id.get(item.transfer)
         if transfer is None:
-            return AbortResult(transfer=item.transfer, finding=self._unknown(session, item.transfer))
+            return AbortResult(
+                transfer=item.transfer, finding=self._unknown(session, item.transfer)
+            )
         if session not in self._scope(transfer):
             outside = self._outside(
                 session,
@@ -356,9 +365,7 @@ class Transfers:
                 f"transfer {item.transfer}",
                 Side(_who(session), item.reason or "no reason given"),
             )
-            message = Aborting(
-                items=[AbortingItem(transfer=transfer.id, finding=transfer.finding)]
-            )
+            message = Aborting(items=[AbortingItem(transfer=transfer.id, finding=transfer.finding)])
             for listener in self._scope(transfer):
                 self._sessions.push(listener, message)
         return AbortResult(transfer=item.transfer, state=transfer.state.value)
@@ -388,18 +395,19 @@ class Transfers:
         del self.by_id[transfer.id]
         del self._by_key[item.source_epoch, item.destination_epoch, item.request, item.attempt]
 
-    def pair_broken(
-        self, pair: Pair, epochs: Epochs, source_lost: bool, destination_lost: bool  # noqa: FBT001 - two facts
-    ) -> None:
-        """End what a lost destination can never end; loss of a source its destinations decide."""
-        if source_lost and not destination_lost:
+    def pair_broken(self, pair: Pair, epochs: Epochs, lost: SideName | None) -> None:
+        """End what a lost destination can never end; loss of a source its destinations decide.
+
+        With neither side lost the pair was refused: what it had granted fails.
+        """
+        if lost == "source":
             return
         for transfer in list(self.by_id.values()):
             if transfer.epochs != epochs or transfer.state not in _OPEN_STATES:
                 continue
-            lost = [rank for rank, session in transfer.expected.items() if not session.counts]
-            code = Code.DESTINATION_LOST if destination_lost else Code.PAIR_NOT_READY
-            sides = [Side(pair.destination, ranks_text(lost) + " gone")] if lost else []
+            gone = [rank for rank, session in transfer.expected.items() if not session.counts]
+            code = Code.DESTINATION_LOST if lost else Code.PAIR_NOT_READY
+            sides = [Side(pair.destination, f"{ranks_text(gone)} gone")] if gone else []
             found = finding(code, f"pair {pair.name}", *sides)
             self._finish(transfer, TransferState.FAILED, transfer.finding or found)
 
@@ -410,7 +418,9 @@ class Transfers:
 
     def _outside(self, session: Session, subject: str, destination: World, dp: int) -> Finding:
         ranks = [s.rank for s in destination.members() if s.dp == dp]
-        scope = f"{destination.name} {ranks_text(ranks)}" if ranks else f"{destination.name}: nobody"
+        scope = (
+            f"{destination.name} {ranks_text(ranks)}" if ranks else f"{destination.name}: nobody"
+        )
         return finding(
             Code.NOT_IN_SCOPE, subject, Side(_who(session), "outside"), Side("in scope", scope)
         )

@@ -18,7 +18,6 @@ from rankgate.proto.digests import digest_of
 from rankgate.proto.findings import Finding, Side, finding, has_error, ranks_text
 from rankgate.proto.messages import Probe, WorldForming, WorldSealed
 
-
 _MAX_WORLDS = 4096
 """World names remembered; beyond it those without any rank are forgotten."""
 
@@ -87,7 +86,9 @@ class Worlds:
     anyone hears of them.
     """
 
-    def __init__(self, turn: Turn, sessions: Sessions, settings: Settings, durable: Durable) -> None:
+    def __init__(
+        self, turn: Turn, sessions: Sessions, settings: Settings, durable: Durable
+    ) -> None:
         """Start with what the store holds: the epoch, and worlds that may be confirmed."""
         self._turn = turn
         self._sessions = sessions
@@ -142,7 +143,7 @@ class Worlds:
         """Return the finding that two live processes claim one rank (RG105)."""
         sides = [
             Side(
-                f"{who} process {session.incarnation.hex()[:8]} on {session.descriptor.transport.host}",
+                f"{who} process {session.incarnation.hex()[:8]} on {session.host}",
                 f"rank {session.rank}",
             )
             for who, session in (("earlier", earlier), ("later", later))
@@ -227,9 +228,9 @@ class Worlds:
 
     def in_use(self, world: World, newcomer: Round | None, host: str = "") -> Finding:
         """Return the finding that another live round holds the name (RG108)."""
-        older = ", ".join(sorted({s.descriptor.transport.host for s in world.members()}))
+        older = ", ".join(sorted({s.host for s in world.members()}))
         if newcomer is not None:
-            hosts = {s.descriptor.transport.host for s in newcomer.members.values()}
+            hosts = {s.host for s in newcomer.members.values()}
             host = ", ".join(sorted(hosts))
         found = finding(
             Code.WORLD_IN_USE,
@@ -278,7 +279,7 @@ class Worlds:
         self.on_sealed(world)
 
     def _mint(self, world: World, forming: Round, members: list[Session]) -> int:
-        """Return the world's epoch: the durable one if just this set is confirmed after a restart."""
+        """Return a new epoch, or the durable one if just this set is confirmed after a restart."""
         record = self._unconfirmed.pop(world.name, None)
         incarnations = [session.incarnation for session in members]
         if (
@@ -353,7 +354,7 @@ class Worlds:
             if other is not broken and world.sealed is None:
                 self._consider(world, other)
         for then in self._probes.pop(world.name, []):
-            then(False)  # noqa: FBT003 - nobody of the older round is left to answer
+            then(False)
 
     def fitness(self, session: Session, change_by: int) -> None:
         """Count members of a sealed round that are not live: no new grants meanwhile."""

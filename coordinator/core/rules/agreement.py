@@ -38,19 +38,21 @@ def slot_of(at: Coordinates, sizes: Layout) -> int:
 
 def check_order(members: Members) -> Iterator[Finding]:
     """RG150: ranks numbered in no engine's habit only warn; coordinates decide."""
-    habits = (
-        lambda at, size: at.pp * size.tp * size.dp * size.cp
-        + (at.dp * size.cp + at.cp) * size.tp
-        + at.tp,
-        lambda at, size: ((at.dp * size.pp + at.pp) * size.cp + at.cp) * size.tp + at.tp,
-    )
     if not any(
         all(rank == habit(member.coordinates, member.layout) for rank, member in members.items())
-        for habit in habits
+        for habit in (_sglang_rank, _vllm_rank)
     ):
         first = next(iter(members.values()))
         side = Side(f"{first.role} {first.world}", "an order of its own")
         yield finding(Code.RANK_ORDER_UNUSUAL, "coordinates", side)
+
+
+def _sglang_rank(at: Coordinates, size: Layout) -> int:
+    return (at.pp * size.dp * size.cp + at.dp * size.cp + at.cp) * size.tp + at.tp
+
+
+def _vllm_rank(at: Coordinates, size: Layout) -> int:
+    return ((at.dp * size.pp + at.pp) * size.cp + at.cp) * size.tp + at.tp
 
 
 def _fields_agree(members: Members) -> Iterator[Finding]:

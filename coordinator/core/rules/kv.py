@@ -35,7 +35,10 @@ def _presence(source: WorldShape, destination: WorldShape) -> Iterator[Ruling]:
             stands = (
                 _stand("source", source, name, "it" if name in ours else f"only {list(ours)}"),
                 _stand(
-                    "destination", destination, name, "it" if name in theirs else f"only {list(theirs)}"
+                    "destination",
+                    destination,
+                    name,
+                    "it" if name in theirs else f"only {list(theirs)}",
                 ),
             )
             yield Ruling(Code.KV_GROUP_MISSING, f"kv[{name}]", stands)
@@ -70,7 +73,10 @@ def _item_len(
             stands = (
                 _stand("source", source, name, f"{here} bytes for {first.local_heads} heads"),
                 _stand(
-                    "destination", destination, name, f"{there} bytes for {second.local_heads} heads"
+                    "destination",
+                    destination,
+                    name,
+                    f"{there} bytes for {second.local_heads} heads",
                 ),
             )
             yield Ruling(Code.KV_ITEM_LEN_MISMATCH, f"kv[{name}].{part}_item_len", stands)

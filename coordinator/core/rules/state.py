@@ -12,7 +12,10 @@ from rankgate.proto.descriptor import StateComponent
 def check_state(source: WorldShape, destination: WorldShape) -> Iterator[Ruling]:
     """Yield what stands between the state components of two shapes."""
     ours, theirs = _by_kind(source), _by_kind(destination)
-    only_ours, only_theirs = [k for k in ours if k not in theirs], [k for k in theirs if k not in ours]
+    only_ours, only_theirs = (
+        [k for k in ours if k not in theirs],
+        [k for k in theirs if k not in ours],
+    )
     if len(only_ours) == len(only_theirs) == 1:
         # One component each and only its kind differs: say so, not "missing" twice.
         field = f"state[{only_ours[0]}].kind"
@@ -40,7 +43,9 @@ def _stand(side: SideName, shape: WorldShape, kind: str, value: str) -> Stand:
     return Stand(side, slots or tuple(range(len(shape.ranks))), value)
 
 
-def _stands(source: WorldShape, destination: WorldShape, first: str, second: str) -> tuple[Stand, Stand]:
+def _stands(
+    source: WorldShape, destination: WorldShape, first: str, second: str
+) -> tuple[Stand, Stand]:
     return (
         _stand("source", source, first, first),
         _stand("destination", destination, second, second),
@@ -73,7 +78,10 @@ def _compare(
         stands = (
             _stand("source", source, kind, f"{first.dtype} (item_lens {first.item_lens[:4]})"),
             _stand(
-                "destination", destination, kind, f"{second.dtype} (item_lens {second.item_lens[:4]})"
+                "destination",
+                destination,
+                kind,
+                f"{second.dtype} (item_lens {second.item_lens[:4]})",
             ),
         )
         yield Ruling(Code.STATE_DTYPE_MISMATCH, f"state[{kind}].dtype", stands)

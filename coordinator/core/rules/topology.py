@@ -20,7 +20,9 @@ def check_topology(source: WorldShape, destination: WorldShape) -> Iterator[Ruli
     yield from _transport(source, destination)
 
 
-def _both(source: WorldShape, destination: WorldShape, first: str, second: str) -> tuple[Stand, Stand]:
+def _both(
+    source: WorldShape, destination: WorldShape, first: str, second: str
+) -> tuple[Stand, Stand]:
     return (
         Stand("source", tuple(range(len(source.ranks))), first),
         Stand("destination", tuple(range(len(destination.ranks))), second),
@@ -44,7 +46,9 @@ def _unplanned(source: WorldShape, destination: WorldShape) -> Iterator[Ruling]:
             stands = _both(source, destination, str(sizes[0]), str(sizes[1]))
             detail = f"({source.profile} profile)"
             yield Ruling(Code.PARALLELISM_UNSUPPORTED, f"layout.{axis}", stands, detail)
-    kinds = {group.kind for shape in (source, destination) for rank in shape.ranks for group in rank.kv}
+    kinds = {
+        group.kind for shape in (source, destination) for rank in shape.ranks for group in rank.kv
+    }
     if engine and "mla" in kinds:
         stands = _both(source, destination, "mla", "mla")
         detail = f"({source.profile} profile plans gqa only)"
