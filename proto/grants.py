@@ -22,7 +22,7 @@ class GrantError(ValueError):
     """A grant that cannot be read, or whose seal does not fit."""
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One request's movement over a pair, and until when sources may act on it.
 
     Times are ticks: milliseconds of the daemon host's CLOCK_BOOTTIME, whose boot id is ``clock``.

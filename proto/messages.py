@@ -349,7 +349,7 @@ class PairBroken(_Message, frozen=True, kw_only=True):
     lost_ranks: list[Rank] = []
 
 
-class OutcomeItem(_Message, frozen=True, kw_only=True):
+class OutcomeItem(_Message, frozen=True, kw_only=True, gc=False):
     """One transfer's one outcome, the same for everyone.
 
     ``outcome``: delivered, failed, expired or aborted. ``missing``: destination ranks that had
@@ -388,7 +388,7 @@ class Aborting(_Message, frozen=True, kw_only=True):
 # --- requests ----------------------------------------------------------------------------------
 
 
-class Claim(_Message, frozen=True, kw_only=True):
+class Claim(_Message, frozen=True, kw_only=True, gc=False):
     """A count that an engine still computes itself.
 
     ``count``: ``world_receive_count`` (of the destination world), ``receive_count`` (of this
@@ -415,7 +415,7 @@ class LinkedAck(_Message, frozen=True, kw_only=True):
     """The report of linking is taken."""
 
 
-class OpenItem(_Message, frozen=True, kw_only=True):
+class OpenItem(_Message, frozen=True, kw_only=True, gc=False):
     """One request to open over a pair; idempotent by (epochs, request, attempt)."""
 
     request: Request
@@ -438,7 +438,7 @@ class Open(_Message, frozen=True, kw_only=True):
     items: Annotated[list[OpenItem], Meta(max_length=MAX_BATCH)]
 
 
-class OpenResult(_Message, frozen=True, kw_only=True):
+class OpenResult(_Message, frozen=True, kw_only=True, gc=False):
     """A grant (its sealed bytes), a denial (``finding``), or the outcome it already has."""
 
     grant: Annotated[bytes, Meta(max_length=1024)] = b""
@@ -453,7 +453,7 @@ class Opened(_Message, frozen=True, kw_only=True):
     items: Annotated[list[OpenResult], Meta(max_length=MAX_BATCH)]
 
 
-class EndItem(_Message, frozen=True, kw_only=True):
+class EndItem(_Message, frozen=True, kw_only=True, gc=False):
     """This destination rank is done with one transfer: ``delivered`` or ``failed``."""
 
     transfer: U64
@@ -468,7 +468,7 @@ class End(_Message, frozen=True, kw_only=True):
     items: Annotated[list[EndItem], Meta(max_length=MAX_BATCH)]
 
 
-class EndResult(_Message, frozen=True, kw_only=True):
+class EndResult(_Message, frozen=True, kw_only=True, gc=False):
     """``late`` is the outcome the transfer already has; ``finding`` why the end is refused."""
 
     transfer: U64

@@ -140,15 +140,10 @@ class Coordinator:
 
     def _message(self, event: MessageArrived) -> None:
         message = event.message
+        answer: Struct | None
         handle = self._with_session.get(type(message))
         if handle is not None:
-            session = self.sessions.of(event.peer, message.session)  # type: ignore[attr-defined]
-            if session is None:
-                answer: Struct | None = NeedHello(instance=self._identity.instance)
-                if isinstance(message, Ack):
-                    return
-            else:
-                answer = handle(session, message)
+            answer = self._in_session(event.peer, message, handle)
         elif isinstance(message, Hello):
             answer = self._hello(event.peer, message)
         elif isinstance(message, Register):
@@ -157,6 +152,19 @@ class Coordinator:
             answer = self._unexpected(event.peer, message)
         if answer is not None:
             self._turn.effects.append(Send(event.peer, event.id, answer))
+
+    def _in_session(
+        self,
+        peer: bytes,
+        message: Any,  # noqa: ANN401 - one of the structs that name a session
+        handle: Callable[[Session, Any], Struct | None],
+    ) -> Struct | None:
+        session = self.sessions.by_peer.get(peer)
+        if session is not None and session.id == message.session:
+            return handle(session, message)
+        if isinstance(message, Ack):
+            return None  # never answered
+        return NeedHello(instance=self._identity.instance)
 
     def _unexpected(self, peer: bytes, message: Struct) -> Refusal:
         kind = KIND_OF[type(message)]

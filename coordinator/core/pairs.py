@@ -53,6 +53,8 @@ class Pair:
         self.transfers: Counter[str] = Counter()
         self.profile = ""
         self.ranks = 0
+        self.receivers: dict[int, dict[int, Session]] = {}
+        """Destination ranks by data-parallel group; shared by all transfers, never changed."""
 
     @property
     def name(self) -> str:
@@ -148,6 +150,9 @@ class Pairs:
         self.by_epochs[epochs] = pair
         pair.linked.clear()
         pair.ranks = len(source.members()) + len(destination.members())
+        pair.receivers = {}
+        for session in destination.members():
+            pair.receivers.setdefault(session.dp, {})[session.rank] = session
         pair.profile = source.shape.profile if source.shape else ""
         worlds = {"source": source, "destination": destination}
 
@@ -179,14 +184,16 @@ class Pairs:
         self, pair: Pair, session: Session, peers: dict[int, list[Peer]], *, sending: bool
     ) -> Verdict:
         plan = pair.plan
-        names = {
-            "source": pair.source,
-            "source_epoch": pair.epochs[0],
-            "destination": pair.destination,
-            "destination_epoch": pair.epochs[1],
-        }
         if plan is None:
-            return Verdict(**names, accepted=False, findings=pair.findings, profile=pair.profile)  # type: ignore[arg-type]
+            return Verdict(
+                source=pair.source,
+                source_epoch=pair.epochs[0],
+                destination=pair.destination,
+                destination_epoch=pair.epochs[1],
+                accepted=False,
+                findings=pair.findings,
+                profile=pair.profile,
+            )
         planned = (plan.by_source if sending else plan.by_destination)[session.slot]
         contacts = [
             Contact(
@@ -197,7 +204,10 @@ class Pairs:
             for contact in planned
         ]
         return Verdict(
-            **names,  # type: ignore[arg-type]
+            source=pair.source,
+            source_epoch=pair.epochs[0],
+            destination=pair.destination,
+            destination_epoch=pair.epochs[1],
             accepted=True,
             findings=pair.findings,
             profile=pair.profile,
@@ -394,11 +404,14 @@ class Pairs:
         return words
 
     def _side(self, pair: Pair, session: Session) -> SideName | None:
-        for side, name in (("source", pair.source), ("destination", pair.destination)):
-            world = self._worlds.by_name.get(name)
-            if world and world.sealed and world.sealed.members.get(session.rank) is session:
-                return side  # type: ignore[return-value]
-        return None
+        if self._is_member(pair.source, session):
+            return "source"
+        return "destination" if self._is_member(pair.destination, session) else None
+
+    def _is_member(self, name: str, session: Session) -> bool:
+        world = self._worlds.by_name.get(name)
+        held = world.sealed if world else None
+        return held is not None and held.members.get(session.rank) is session
 
     def _everyone(self, pair: Pair) -> Iterator[Session]:
         for name in (pair.source, pair.destination):

@@ -144,11 +144,6 @@ class Sessions:
         self._watch(session)
         return session
 
-    def of(self, peer: bytes, session_id: int) -> Session | None:
-        """Return the sender's session if the message names it."""
-        session = self.by_peer.get(peer)
-        return session if session is not None and session.id == session_id else None
-
     def heard(self, session: Session) -> None:
         """Note a sign of life; a stalled or disconnected rank is live again."""
         session.heard = self._clock()

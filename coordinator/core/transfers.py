@@ -7,6 +7,7 @@ touches the store, and no list grows with history beyond what tombstones need.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from rankgate.coordinator.core.pairs import Epochs, Pair, Pairs
 from rankgate.coordinator.core.sessions import Session, Sessions
@@ -75,11 +76,7 @@ class Transfer:
         self.opened = now
         self.until = 0
         self.grant = b""
-        self.expected: dict[int, Session] = {
-            session.rank: session
-            for session in self.destination_world.members()
-            if session.dp == item.destination_dp
-        }
+        self.expected: Mapping[int, Session] = pair.receivers[item.destination_dp]
         self.ended: set[int] = set()
         self.failures: dict[int, Finding] = {}
         self.finding: Finding | None = None
