@@ -91,6 +91,7 @@ class Coordinator:
         self.sessions.on_gone = self.worlds.gone
         self.worlds.on_sealed = self.pairs.world_sealed
         self.worlds.on_broken = self.pairs.world_broken
+        self.worlds.on_forgotten = self.pairs.world_forgotten
         self.worlds.partners = self.pairs.partners
         self.pairs.on_broken = self.transfers.pair_broken
         self._registering: dict[bytes, int] = {}
@@ -305,6 +306,7 @@ class Coordinator:
 
     def _leave(self, session: Session, message: Leave) -> Left:
         reason = f"left: {message.reason}" if message.reason else "left"
+        session.left = True
         self.sessions.lose(session, reason, cut_off=False)
         return Left()
 

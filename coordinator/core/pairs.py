@@ -354,6 +354,11 @@ class Pairs:
             for session in (*told, *(other.members() if other else ())):
                 self._sessions.push(session, broken)
 
+    def world_forgotten(self, world: World) -> None:
+        """Drop the pairs of a world that left; all of them wait by now."""
+        for key in [key for key in self.by_name if world.name in key]:
+            del self.by_name[key]
+
     def _become_waiting(self, pair: Pair) -> None:
         self.by_epochs.pop(pair.epochs, None)
         if pair.state is not PairState.WAITING:

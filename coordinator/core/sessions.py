@@ -34,6 +34,7 @@ class Session:
         "id",
         "incarnation",
         "landing",
+        "left",
         "outbox",
         "peer",
         "pushed",
@@ -67,6 +68,7 @@ class Session:
         self.state = RankState.REGISTERING
         self.heard = heard  # on the liveness clock
         self.why = ""
+        self.left = False  # it said so itself
         self.outbox: deque[tuple[int, Struct]] = deque()
         self.pushed = 0
         self.acked = 0

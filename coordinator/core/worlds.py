@@ -99,6 +99,7 @@ class Worlds:
         self.by_name: dict[str, World] = {}
         self.on_sealed: Callable[[World], None] = _unset
         self.on_broken: Callable[[World, Finding, list[Session]], None] = _unset
+        self.on_forgotten: Callable[[World], None] = _unset
         self.partners: Callable[[World], list[Session]] = _no_partners
 
     # --- a rank comes ---------------------------------------------------------------------
@@ -312,10 +313,20 @@ class Worlds:
             self._break(world, found, lost=[session])
         if not left.members:
             world.rounds.pop(left.token, None)
+            if session.left and not world.rounds:
+                self._forget(world)
             return
         if left.findings:
             self._consider(world, left)
         self._tell(world, left, [found])
+
+    def _forget(self, world: World) -> None:
+        """Drop a world whose last rank left on purpose: nothing is wrong with it."""
+        del self.by_name[world.name]
+        self._unconfirmed.pop(world.name, None)
+        self._turn.effects.append(Persist(self._epoch, removed=world.name))
+        self._turn.tell(f"world:{world.name}", "world_left", world=world.name)
+        self.on_forgotten(world)
 
     def _break(
         self, world: World, found: Finding, *, lost: list[Session] | None = None, void: bool = False
