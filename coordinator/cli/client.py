@@ -60,14 +60,19 @@ class OperatorClient:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            reason = f"ZeroMQ cannot connect to it ({error}); expected ipc://PATH or tcp://HOST:PORT"
+            reason = (
+                f"ZeroMQ cannot connect to it ({error}); expected ipc://PATH or tcp://HOST:PORT"
+            )
             raise DaemonUnreachableError(endpoint, reason) from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -111,7 +116,9 @@ class OperatorClient:
                 return None
             _, message = decode(frames)
         except WireError as error:
-            raise QueryRefusedError(f"the answer of {self.endpoint} is unreadable: {error}") from error
+            raise QueryRefusedError(
+                f"the answer of {self.endpoint} is unreadable: {error}"
+            ) from error
         if isinstance(message, View):
             if message.finding is not None:
                 raise QueryRefusedError(_words(message.finding), (message.finding,))

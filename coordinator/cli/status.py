@@ -1,4 +1,4 @@
-"""The commands status, ranks, pairs and transfers: what the daemon knows, for people and scripts."""
+"""The commands status, ranks, pairs and transfers: what the daemon knows."""
 
 from __future__ import annotations
 

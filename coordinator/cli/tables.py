@@ -136,9 +136,7 @@ def print_transfers(transfers: Sequence[TransferView], console: Console | None =
             Text(duration(item.left_ms)),
         )
     console.print(table)
-    found = [
-        Shown(f"transfer {item.request}", item.finding) for item in transfers if item.finding
-    ]
+    found = [Shown(f"transfer {item.request}", item.finding) for item in transfers if item.finding]
     print_findings(found, console)
 
 
@@ -160,8 +158,8 @@ def _troubles(status: StatusView) -> Iterable[str]:
     for world in status.worlds:
         if world.state != "sealed":
             absent = f", {ranks_text(world.missing)} missing" if world.missing else ""
-            codes = _codes(world.findings)
-            yield f"world {world.world} is {world.state} ({world.have} of {world.size}{absent}){codes}"
+            have = f"({world.have} of {world.size}{absent})"
+            yield f"world {world.world} is {world.state} {have}{_codes(world.findings)}"
     for pair in status.pairs:
         if pair.state == "rejected":
             yield f"pair {pair_name(pair)} is rejected{_codes(pair.findings)}"
@@ -340,7 +338,5 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for name in columns:
         number = name.endswith(">")
-        table.add_column(
-            name.rstrip(">"), justify="right" if number else "left", overflow="fold"
-        )
+        table.add_column(name.rstrip(">"), justify="right" if number else "left", overflow="fold")
     return table

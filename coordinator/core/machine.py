@@ -214,14 +214,14 @@ class Coordinator:
         if hello is None:
             return NeedHello(instance=self._identity.instance)
         session = self.sessions.by_peer.get(peer)
-        if session is not None and session.descriptor == descriptor:
+        if session is not None and session.registered_by(message):
             return self._registered(session)  # a repeat gets the same answer
         findings = check_descriptor(descriptor)
         findings += _same_identity(hello, message)
         if has_error(findings):
             return self._reject(f"world {descriptor.world} rank {descriptor.rank}", findings)
         if session is not None:
-            self.sessions.lose(session, "registered anew with another descriptor", cut_off=False)
+            self.sessions.lose(session, "registered anew as another", cut_off=False)
         if (held := self.worlds.holder(descriptor.world, hello.round)) is None:
             return self._admit(peer, message)
         if peer not in self._registering:
@@ -249,7 +249,7 @@ class Coordinator:
             peer, hello, descriptor, slot_of(descriptor.coordinates, descriptor.layout)
         )
         if others := self._holders(message):
-            found = self.worlds.duplicate(session, others[0])
+            found = self.worlds.refuse_duplicate(session, others[0])
             self.sessions.lose(session, found.slug, cut_off=False)
             return Rejected(findings=[found])
         return self._registered(session)

@@ -12,7 +12,7 @@ from rankgate.coordinator.core.settings import Identity, Settings
 from rankgate.coordinator.core.tables import RANK_TABLE, RankState, change
 from rankgate.coordinator.core.turn import Turn
 from rankgate.proto.descriptor import Descriptor
-from rankgate.proto.messages import Hello
+from rankgate.proto.messages import Hello, Register
 
 _RETRY_FIRST = 200
 _RETRY_LONGEST = 2000
@@ -92,6 +92,11 @@ class Session:
     def host(self) -> str:
         """Host name it declared, for people."""
         return self.descriptor.transport.host
+
+    def registered_by(self, message: Register) -> bool:
+        """Whether just this message made the session."""
+        same = (self.incarnation, self.round) == (message.incarnation, message.round)
+        return same and self.descriptor == message.descriptor
 
     @property
     def counts(self) -> bool:

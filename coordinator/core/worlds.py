@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 
 from rankgate.coordinator.core.effects import Persist, Send
 from rankgate.coordinator.core.judging import shape_of
-from rankgate.coordinator.core.rules.agreement import check_agreement, check_order
+from rankgate.coordinator.core.rules.agreement import (
+    Trait,
+    check_agreement,
+    check_order,
+    traits_of,
+)
 from rankgate.coordinator.core.sessions import Session, Sessions
 from rankgate.coordinator.core.settings import Durable, SealedRecord, Settings
 from rankgate.coordinator.core.tables import WORLD_TABLE, RankState, WorldState, change
 from rankgate.coordinator.core.turn import Turn
 from rankgate.coordinator.core.verdicts import WorldShape
 from rankgate.proto.codes import Code
+from rankgate.proto.descriptor import Coordinates
 from rankgate.proto.digests import digest_of
 from rankgate.proto.findings import Finding, Side, finding, has_error, ranks_text
 from rankgate.proto.messages import Probe, WorldForming, WorldSealed
@@ -34,8 +41,38 @@ class Round:
         self.began = began
         self.members: dict[int, Session] = {}
         self.findings: list[Finding] = []
+        self.told: set[tuple[str, str, int]] = set()
         self.overdue = False
         self.size = 1
+        self._traits: Counter[Trait] = Counter()
+        self._places: Counter[Coordinates] = Counter()
+
+    def add(self, session: Session) -> None:
+        """Count a rank."""
+        self.members[session.rank] = session
+        self._traits.update(traits_of(session.descriptor))
+        self._places[session.descriptor.coordinates] += 1
+        self._resize()
+
+    def remove(self, session: Session) -> None:
+        """Take a rank out."""
+        del self.members[session.rank]
+        self._traits.subtract(traits_of(session.descriptor))
+        self._places.subtract([session.descriptor.coordinates])
+        self._traits, self._places = +self._traits, +self._places  # what nobody has goes
+        if self.members:
+            self._resize()
+
+    def _resize(self) -> None:
+        sizes = {trait.value: times for trait, times in self._traits.items() if trait.of == "size"}
+        self.size = max(sizes, key=lambda size: (sizes[size], size))
+
+    def check(self) -> list[Finding]:
+        """Return where the ranks contradict each other; cheap as long as none deviates."""
+        alike = len({trait.of for trait in self._traits}) == len(self._traits)
+        if alike and len(self._places) == len(self.members):
+            return []
+        return check_agreement({rank: s.descriptor for rank, s in self.members.items()})
 
     def missing(self) -> list[int]:
         """Return the ranks that do not count yet."""
@@ -115,11 +152,9 @@ class Worlds:
             )
         other = forming.members.get(session.rank)
         if other is not None:
-            found = self.duplicate(session, other)
-            self._tell(world, forming, [found])
-            return found
+            return self.refuse_duplicate(session, other)
         self._sessions.start_counting(session)
-        forming.members[session.rank] = session
+        forming.add(session)
         if world.sealed is None:
             world.role, world.group = session.descriptor.role, session.descriptor.group
         self._turn.tell(
@@ -137,11 +172,12 @@ class Worlds:
             empty = [world for world in self.by_name.values() if not world.rounds]
             for world in empty[: len(empty) // 2 + 1]:
                 del self.by_name[world.name]
+                self.on_forgotten(world)
         world = self.by_name[name] = World(name, self._turn.now)
         return world
 
-    def duplicate(self, later: Session, earlier: Session) -> Finding:
-        """Return the finding that two live processes claim one rank (RG105)."""
+    def refuse_duplicate(self, later: Session, earlier: Session) -> Finding:
+        """Return the finding that two live processes claim one rank (RG105), and tell the round."""
         sides = [
             Side(
                 f"{who} process {session.incarnation.hex()[:8]} on {session.host}",
@@ -151,23 +187,23 @@ class Worlds:
         ]
         found = finding(Code.DUPLICATE_RANK, "rank", *sides)
         self._turn.journal.refuse(f"world {later.world}", found, self._turn.now)
+        world = self.by_name[earlier.world]
+        self._tell(world, world.rounds[earlier.round], [found])
         return found
 
     def _consider(self, world: World, forming: Round) -> None:
         """Judge a round's agreement; seal it when it is complete and agrees."""
-        described = {rank: session.descriptor for rank, session in forming.members.items()}
-        sizes = [member.world_size for member in described.values()]
-        forming.size = max(sizes, key=sizes.count)
-        before = forming.findings
-        forming.findings = check_agreement(described)
-        if has_error(forming.findings):
-            if forming.findings != before:
-                self._refuse(world, forming.findings)
-                self._tell(world, forming)
-            return
-        if before:
+        complete = len(forming.members) == forming.size
+        forming.findings = forming.check()
+        if forming.overdue and not complete:
+            forming.findings.append(_rank_missing(world, forming))
+        found = _said(forming.findings)
+        # Told when something new clashes and when the set is complete, not at every rank's coming.
+        if found != forming.told or (found and complete):
+            forming.told = found
+            self._refuse(world, forming.findings)
             self._tell(world, forming)
-        if forming.missing() or not self._all_live(forming):
+        if found or not complete or not self._all_live(forming):
             return
         if world.sealed is None:
             self._seal(world, forming)
@@ -193,18 +229,20 @@ class Worlds:
             waiting.append(then)
             return
         asked = [session for session in world.members() if session.peer is not None]
-        self._probes[world.name] = [then]
+        waiting = self._probes[world.name] = [then]
         if not asked:
             self._resolve(world, alive=False)
             return
         for session in asked:
             if session.peer is not None:
                 self._turn.effects.append(Send(session.peer, 0, Probe()))
-        asked_round = world.sealed
         self._turn.deadlines.at(
-            self._turn.now + self._settings.probe,
-            lambda: self._resolve(world, alive=False) if world.sealed is asked_round else None,
+            self._turn.now + self._settings.probe, lambda: self._probe_over(world, waiting)
         )
+
+    def _probe_over(self, world: World, waiting: list[Callable[[bool], None]]) -> None:
+        if self._probes.get(world.name) is waiting:  # not answered, and no later probe by now
+            self._resolve(world, alive=False)
 
     def answered(self, session: Session) -> None:
         """A member of a sealed round lives."""
@@ -223,8 +261,9 @@ class Worlds:
     def _after_probe(self, world: World, forming: Round, *, alive: bool) -> None:
         if alive:
             forming.findings = [self.in_use(world, forming)]
+            forming.told = _said(forming.findings)
             self._tell(world, forming)
-        elif world.rounds.get(forming.token) is forming and forming.members:
+        elif world.sealed is None and world.rounds.get(forming.token) is forming:
             self._consider(world, forming)
 
     def in_use(self, world: World, newcomer: Round | None, host: str = "") -> Finding:
@@ -247,6 +286,7 @@ class Worlds:
     def _seal(self, world: World, forming: Round) -> None:
         members = [forming.members[rank] for rank in range(forming.size)]
         forming.members = dict(enumerate(members))
+        forming.told = set()
         described = {session.rank: session.descriptor for session in members}
         forming.findings = list(check_order(described))
         shape = shape_of(described)
@@ -308,7 +348,7 @@ class Worlds:
             return
         side = Side(f"{world.name} rank {session.rank}", f"gone: {session.why}")
         found = finding(Code.WORLD_BROKEN, f"world {world.name}", side)
-        del left.members[session.rank]
+        left.remove(session)
         if world.sealed is left:
             self._break(world, found, lost=[session])
         if not left.members:
@@ -316,8 +356,7 @@ class Worlds:
             if session.left and not world.rounds:
                 self._forget(world)
             return
-        if left.findings:
-            self._consider(world, left)
+        self._consider(world, left)
         self._tell(world, left, [found])
 
     def _forget(self, world: World) -> None:
@@ -386,17 +425,10 @@ class Worlds:
         if self._turn.now - forming.began < self._settings.form_grace or forming.overdue:
             return
         forming.overdue = True
-        if missing := forming.missing():
-            have = ranks_text(forming.members) if forming.members else "no rank"
-            found = finding(
-                Code.RANK_MISSING,
-                f"world {world.name}",
-                Side("registered", f"{have} of {forming.size}"),
-                Side("missing", ranks_text(missing)),
-            )
-            forming.findings = [*forming.findings, found]
-            self._refuse(world, [found])
-        self._tell(world, forming)
+        if len(forming.members) == forming.size:
+            self._tell(world, forming)  # all are there, but not all alive
+        elif forming.members:
+            self._consider(world, forming)
 
     def _refuse(self, world: World, findings: list[Finding]) -> None:
         for found in findings:
@@ -430,6 +462,20 @@ class Worlds:
             overdue=forming.overdue,
             findings=[*forming.findings, *extra],
         )
+
+
+def _said(findings: list[Finding]) -> set[tuple[str, str, int]]:
+    """Return what makes findings new to their hearers: another field, or another value of it."""
+    return {(found.code, found.field, len(found.sides)) for found in findings}
+
+
+def _rank_missing(world: World, forming: Round) -> Finding:
+    return finding(
+        Code.RANK_MISSING,
+        f"world {world.name}",
+        Side("registered", f"{ranks_text(forming.members)} of {forming.size}"),
+        Side("missing", ranks_text(forming.missing())),
+    )
 
 
 def _unset(*_args: object) -> None:

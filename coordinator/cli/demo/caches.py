@@ -15,7 +15,7 @@ from rankgate.proto.geometry import Interval
 class Mismatch(NamedTuple):
     """How many bytes of a request were wrong, and where the first one is."""
 
-    count: int
+    wrong: int
     first: str
 
 
@@ -84,7 +84,7 @@ class Caches:
                     positions=range(pages * job.page_size),
                     head_bytes=cache.shape[-1],
                 )
-                paged = expected.unflatten(0, (pages, job.page_size))
+                paged = expected.view(pages, job.page_size, len(self._heads), -1)
                 yield layer, part, cache, paged.transpose(1, 2)
 
     def _place(self, request: str, layer: int, part: str, wrong: torch.Tensor) -> str:

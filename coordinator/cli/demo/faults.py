@@ -76,8 +76,7 @@ def expected_refusal(job: Job) -> Refusal:
     if job.fault == STATE_MISSING:
         values = (f"{len(STATE_KINDS)} components", f"{len(STATE_KINDS) - 1} components")
         return Refusal(Code.STATE_COMPONENT_MISSING, values, (PREFILL, DECODE))
-    values = (f"{job.decode_tp - 1} of {job.decode_tp}", str(faulty_rank(job)))
-    return Refusal(Code.RANK_MISSING, values, (rank,))
+    return Refusal(Code.RANK_MISSING, (f"of {job.decode_tp}", rank), (rank,))
 
 
 def shows(found: Finding, expected: Refusal) -> bool:

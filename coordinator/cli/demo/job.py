@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from rankgate.coordinator.cli.demo.models import CacheModel
+from rankgate.coordinator.cli.demo.model import CacheModel
 from rankgate.proto.findings import Finding
 from rankgate.proto.geometry import item_len
 
@@ -78,7 +78,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
     def pages_of(self, index: int) -> int:
         """Return how many pages a request takes: from ``pages`` down to 1, by turns."""
-        return 1 + (self.pages - 1 + 7 * index) % self.pages
+        return 1 + (self.pages - 1 - index) % self.pages
 
 
 class Counts(Struct, frozen=True, kw_only=True):

@@ -50,6 +50,13 @@ class Program:
         if self.exit_code is None:
             os.killpg(self._process.pid, number)
 
+    def kill_descendant(self, pid: int) -> None:
+        """Kill -9 one process that this one has started, and no other."""
+        if pid not in descendants(self._process.pid):
+            msg = f"process {pid} was not started by {self.name} ({self._process.pid})"
+            raise ProcessLookupError(msg)
+        os.kill(pid, signal.SIGKILL)
+
     def wait(self, deadline: float) -> bool:
         """Wait for its end until a monotonic deadline; return whether it has ended."""
         try:
@@ -75,7 +82,10 @@ class Programs:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -102,6 +112,15 @@ class Programs:
 def end_with_parent() -> None:
     """Ask the kernel to end this process when its parent dies, even by kill -9."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the processes below a process, by the kernel's own list."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text(encoding="ascii").split()):
+            found |= {child} | descendants(child)
+    return found
 
 
 def python(module: str, *arguments: str) -> list[str]:

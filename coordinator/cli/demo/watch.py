@@ -25,7 +25,8 @@ class RankNotes:
     epochs: list[int] = field(default_factory=list)
     """Of its own world, every one it was told."""
     counts: Counts | None = None
-    linked_at: float | None = None
+    first_registered_at: float | None = None
+    first_linked_at: float | None = None
     refused_at: float | None = None
     findings: list[Finding] = field(default_factory=list)
     """Of refusals, in the order they were told."""
@@ -44,11 +45,12 @@ class RankNotes:
         match event["event"]:
             case "started":
                 self.pid, self.lives, self.staged = event["pid"], self.lives + 1, 0
-            case "registering":
+            case "registered":
                 self.registered_at = event["at"]
+                self.first_registered_at = self.first_registered_at or event["at"]
             case "ready":
                 self.counts = msgspec.convert(event["counts"], Counts)
-                self.linked_at = event["at"]
+                self.first_linked_at = self.first_linked_at or event["at"]
                 self.epochs.append(event["epoch"])
             case "refused":
                 self.refused_at = event["at"]

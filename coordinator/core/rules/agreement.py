@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankgate.proto.codes import Code
 from rankgate.proto.descriptor import Coordinates, Descriptor, Layout
+from rankgate.proto.digests import digest_of
 from rankgate.proto.findings import Finding, Side, finding, ranks_text
 
 Members = Mapping[int, Descriptor]
@@ -29,6 +30,33 @@ def check_agreement(members: Members) -> list[Finding]:
     found += _caches_agree(members)
     found += _coordinates_unique(members)
     return found
+
+
+class Trait(NamedTuple):
+    """Something that all ranks of one round must have in common."""
+
+    of: str
+    value: Any
+
+
+def traits_of(member: Descriptor) -> list[Trait]:
+    """Return one rank's traits, so that a round's agreement costs the same at any size."""
+    stage = [(group.name, group.layers) for group in member.kv]
+    held = [(part.kind, part.layers, part.item_lens) for part in member.state]
+    rest = [[getattr(group, name) for name in ("name", *_GROUP_FIELDS)] for group in member.kv]
+    state = [(part.kind, part.dtype) for part in member.state]
+    common = [
+        *(getattr(member, name) for name in ("role", "group", "profile", "model", "layout")),
+        sorted(member.capabilities),
+        member.transport.kind,
+    ]
+    return [
+        Trait("size", member.world_size),
+        Trait("common", digest_of(common)),
+        Trait(f"stage {member.coordinates.pp}", digest_of([stage, held, rest, state])),
+        *(Trait(f"kv {row[0]}", digest_of(row)) for row in rest),
+        *(Trait(f"state {kind}", dtype) for kind, dtype in state),
+    ]
 
 
 def slot_of(at: Coordinates, sizes: Layout) -> int:
