@@ -68,6 +68,11 @@ def encode(message: msgspec.Struct, id: int, *, version: int = WIRE_MAX) -> list
     return [_HEADER.pack(MAGIC, version, kind, id), _ENCODER.encode(message)]
 
 
+def encode_header(kind: int, id: int, *, version: int = WIRE_MAX) -> bytes:  # noqa: A002 - the wire's own term
+    """Return frame 1 alone, for a body that goes to many peers."""
+    return _HEADER.pack(MAGIC, version, kind, id)
+
+
 def decode_header(frame: bytes) -> Header:
     """Return what a header frame says, whatever its version.
 

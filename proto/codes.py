@@ -229,6 +229,11 @@ class Code(Enum):
         "The source holds layers that the destination has no place for",
         "Run both sides with the same model, or leave the extra layers out of the group.",
     )
+    LAYER_OVERLAP = _error(
+        "RG420",
+        "Two pipeline stages of the source hold the same layer",
+        "Check the pipeline split: each layer of a group belongs to one stage.",
+    )
     # RG5xx: state components
     STATE_COMPONENT_MISSING = _error(
         "RG510",

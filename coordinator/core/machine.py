@@ -60,6 +60,10 @@ from rankgate.proto.messages import (
 )
 
 
+_NEVER_ANSWERED = (Refusal, Rejected, NeedHello)
+"""Two programs that refuse each other's refusals would do it for ever."""
+
+
 class Coordinator:
     """Every decision of the daemon, without sockets, clock, log or randomness.
 
@@ -126,6 +130,8 @@ class Coordinator:
         self._events[type(event)](event)
         turn.deadlines.run(turn.now)
         self.transfers.flush()
+        while self.sessions.shed():
+            self.transfers.flush()
         effects, turn.effects = turn.effects, []
         return effects
 
@@ -150,7 +156,8 @@ class Coordinator:
         elif isinstance(message, Register):
             answer = self._register(event.peer, event.id, message)
         else:
-            answer = self._unexpected(event.peer, message)
+            refused = self._unexpected(event.peer, message)
+            answer = None if isinstance(message, _NEVER_ANSWERED) else refused
         if answer is not None:
             self._turn.effects.append(Send(event.peer, event.id, answer))
 

@@ -45,6 +45,7 @@ class Session:
         "staged",
         "staged_bytes",
         "state",
+        "watch_at",
         "why",
     )
 
@@ -74,6 +75,7 @@ class Session:
         self.acked = 0
         self.retry = _RETRY_FIRST
         self.retry_at = 0  # 0: no retry is scheduled
+        self.watch_at = 0  # the one deadline that still looks after it
         self.staged = 0
         self.staged_bytes = 0
         self.landing = 0
@@ -119,6 +121,7 @@ class Sessions:
         self.by_id: dict[int, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
         self.hellos: dict[bytes, Hello] = {}
+        self._slow: list[Session] = []
         self._shift = 0
         self._ticked = turn.now
         self.on_live: Callable[[Session], None] = _unset
@@ -156,6 +159,7 @@ class Sessions:
         session.heard = self._clock()
         if session.state in {RankState.STALLED, RankState.DISCONNECTED}:
             session.state = change(RANK_TABLE, session.state, RankState.LIVE)
+            self._watch(session)
             self.on_live(session)
 
     def start_counting(self, session: Session) -> None:
@@ -171,7 +175,7 @@ class Sessions:
         session.pushed += 1
         session.outbox.append((session.pushed, message))
         if len(session.outbox) > self._settings.max_unacked:
-            self.lose(session, f"{len(session.outbox)} pushes unacknowledged")
+            self._slow.append(session)  # lost by shed: whoever pushes is in the middle of telling
             return
         if session.peer is not None:
             self._turn.effects.append(Send(session.peer, session.pushed, message))
@@ -186,6 +190,13 @@ class Sessions:
         session.retry = _RETRY_FIRST
         while session.outbox and session.outbox[0][0] <= acked:
             session.outbox.popleft()
+
+    def shed(self) -> bool:
+        """Lose those who left too many pushes unacknowledged; return whether there were any."""
+        slow, self._slow = self._slow, []
+        for session in slow:
+            self.lose(session, f"{len(session.outbox)} pushes unacknowledged")
+        return bool(slow)
 
     def _schedule_retry(self, session: Session) -> None:
         # A fixed spread per session keeps a thousand of them from repeating in one instant.
@@ -221,9 +232,7 @@ class Sessions:
         was_live = session.state is RankState.LIVE
         session.state = change(RANK_TABLE, session.state, RankState.DISCONNECTED)
         session.heard = self._clock()
-        self._turn.deadlines.at(
-            self._turn.now + self._settings.resume, lambda: self._check(session)
-        )
+        self._watch(session)
         if was_live:
             self.on_unfit(session)
 
@@ -252,6 +261,9 @@ class Sessions:
         late = self._turn.now - self._ticked - period
         if late > 0:
             self._shift += late
+            clock = self._clock()
+            for session in self.by_id.values():  # heard before this tick shifted the clock
+                session.heard = min(session.heard, clock)
         self._ticked = self._turn.now
 
     def silence(self, session: Session) -> int:
@@ -263,7 +275,8 @@ class Sessions:
 
     def _watch(self, session: Session) -> None:
         left = max(1, self._limit(session) - self.silence(session))
-        self._turn.deadlines.at(self._turn.now + left, lambda: self._check_and_watch(session))
+        session.watch_at = when = self._turn.now + left
+        self._turn.deadlines.at(when, lambda: self._check_and_watch(session, when))
 
     def _limit(self, session: Session) -> int:
         if session.state is RankState.STALLED:
@@ -272,7 +285,9 @@ class Sessions:
             return self._settings.resume
         return self._settings.ttl
 
-    def _check_and_watch(self, session: Session) -> None:
+    def _check_and_watch(self, session: Session, when: int) -> None:
+        if session.watch_at != when:
+            return  # another watch took its place
         self._check(session)
         if session.state is not RankState.GONE:
             self._watch(session)

@@ -141,7 +141,8 @@ class Transfers:
             return self._deny(session, denied)
         if transfer.state not in _OPEN_STATES:
             return OpenResult(ended=transfer.outcome())
-        if transfer.state is TransferState.ABORTING or transfer.pair.epochs != transfer.epochs:
+        current = transfer.pair.state is PairState.READY and transfer.pair.epochs == transfer.epochs
+        if transfer.state is TransferState.ABORTING or not current:
             return OpenResult(grant=transfer.grant)  # still known, never renewed
         self._issue(transfer, item.ttl)
         return OpenResult(grant=transfer.grant)

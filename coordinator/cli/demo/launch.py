@@ -41,6 +41,11 @@ class Program:
             )
 
     @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """The exit code, or None while it runs."""
         return self._process.poll()
@@ -109,9 +114,9 @@ class Programs:
                 program.wait(deadline + PATIENCE_SECONDS)
 
 
-def end_with_parent() -> None:
+def end_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
     """Ask the kernel to end this process when its parent dies, even by kill -9."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, how, 0, 0, 0)
 
 
 def descendants(pid: int) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import combinations
 
 from rankgate.coordinator.core.verdicts import Ruling, SideName, Stand, WorldShape
 from rankgate.proto.codes import Code
@@ -20,6 +21,7 @@ def check_kv(source: WorldShape, destination: WorldShape) -> Iterator[Ruling]:
         for rule in _GROUP_RULES:
             yield from rule(name, first, second, source, destination)
         yield from _layers(name, source, destination)
+        yield from _overlap(name, source)
 
 
 def _stand(side: SideName, shape: WorldShape, name: str, value: object) -> Stand:
@@ -97,6 +99,21 @@ def _layers(name: str, source: WorldShape, destination: WorldShape) -> Iterator[
             )
             detail = f"(layers {_layers_text(missing)} stand on one side only)"
             yield Ruling(code, f"kv[{name}].layers", stands, detail)
+
+
+def _overlap(name: str, source: WorldShape) -> Iterator[Ruling]:
+    """RG420: a layer has one stage, or its bytes would have two writers (case A21)."""
+    stages: dict[tuple[int, ...], list[int]] = {}
+    for slot, group in source.holders(name):
+        stages.setdefault(tuple(group.layers), []).append(slot)
+    for (ours, slots), (theirs, others) in combinations(stages.items(), 2):
+        if twice := {*ours} & {*theirs}:
+            stands = (
+                Stand("source", tuple(slots), _layers_text({*ours})),
+                Stand("source", tuple(others), _layers_text({*theirs})),
+            )
+            detail = f"(layers {_layers_text(twice)} stand in both stages)"
+            yield Ruling(Code.LAYER_OVERLAP, f"kv[{name}].layers", stands, detail)
 
 
 def _layers_text(layers: set[int]) -> str:

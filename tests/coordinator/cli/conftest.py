@@ -32,9 +32,9 @@ RANK_GONE = finding(
 )
 
 
-def world(name: str, **changes: Any) -> WorldView:
+def world(name: str, **changes: object) -> WorldView:
     """Return a sealed world of four ranks."""
-    plain = {
+    plain: dict[str, Any] = {
         "world": name,
         "role": name,
         "group": "",
@@ -52,7 +52,7 @@ def world(name: str, **changes: Any) -> WorldView:
     return WorldView(**(plain | changes))
 
 
-def pair(state: str = "ready", findings: tuple[Finding, ...] = (), **changes: Any) -> PairView:
+def pair(state: str = "ready", findings: tuple[Finding, ...] = (), **changes: object) -> PairView:
     """Return a pair of two prefill and four decode ranks."""
     counts = [
         PairCountView(side="source", rank=rank, receive_count=2, send_count=0, linked=True)
@@ -62,7 +62,7 @@ def pair(state: str = "ready", findings: tuple[Finding, ...] = (), **changes: An
         PairCountView(side="destination", rank=rank, receive_count=0, send_count=1, linked=True)
         for rank in range(4)
     ]
-    plain = {
+    plain: dict[str, Any] = {
         "source": "prefill",
         "source_epoch": 7,
         "destination": "decode",
@@ -108,9 +108,9 @@ def refusal(found: Finding, about: str = "pair prefill -> decode") -> RefusalVie
     return RefusalView(about=about, times=3, ago_ms=1234, finding=found)
 
 
-def rank(number: int, **changes: Any) -> RankView:
+def rank(number: int, **changes: object) -> RankView:
     """Return a live rank of the decode world."""
-    plain = {
+    plain: dict[str, Any] = {
         "world": "decode",
         "role": "decode",
         "rank": number,
@@ -129,9 +129,9 @@ def rank(number: int, **changes: Any) -> RankView:
     return RankView(**(plain | changes))
 
 
-def transfer(request: str, **changes: Any) -> TransferView:
+def transfer(request: str, **changes: object) -> TransferView:
     """Return a transfer that two ranks have not ended."""
-    plain = {
+    plain: dict[str, Any] = {
         "transfer": 1,
         "request": request,
         "attempt": 0,

@@ -4,11 +4,13 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
+import click
 import pytest
 import zmq
 from click.testing import CliRunner, Result
+from msgspec import Struct
 
 from rankgate.coordinator.cli import status
 from rankgate.coordinator.cli.client import (
@@ -65,7 +67,7 @@ class FakeDaemon:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, views: Any) -> Iterator[FakeDaemon]:
+def daemon(tmp_path: Path, views: SimpleNamespace) -> Iterator[FakeDaemon]:
     """A healthy fake daemon."""
 
     def answer(query: Query, number: int) -> list[list[bytes]]:
@@ -83,7 +85,12 @@ def daemon(tmp_path: Path, views: Any) -> Iterator[FakeDaemon]:
     fake.close()
 
 
-def run(command: Any, *arguments: str) -> Result:
+def always(message: Struct) -> Answer:
+    """Return an answer that is the same to every question."""
+    return lambda _query, number: [encode(message, number)]
+
+
+def run(command: click.Command, *arguments: str) -> Result:
     """Return what a command did."""
     return CliRunner().invoke(command, list(arguments))
 
@@ -110,7 +117,7 @@ def test_client_passes_over_answers_to_older_questions(daemon: FakeDaemon) -> No
     assert view.transfers == []
 
 
-def test_client_raises_what_the_daemon_refuses(daemon: FakeDaemon, views: Any) -> None:
+def test_client_raises_what_the_daemon_refuses(daemon: FakeDaemon, views: SimpleNamespace) -> None:
     """A view with a finding, a rejection and a kind 0 refusal are one error, in words."""
     answers = [
         View(finding=views.wrong_count),
@@ -119,7 +126,7 @@ def test_client_raises_what_the_daemon_refuses(daemon: FakeDaemon, views: Any) -
     ]
     with OperatorClient(daemon.endpoint) as client:
         for message, words in zip(answers, ("RG601", "RG601", "wire versions 2 to 3"), strict=True):
-            daemon.answer = lambda _query, number, message=message: [encode(message, number)]
+            daemon.answer = always(message)
             with pytest.raises(QueryRefusedError, match=words):
                 client.ask("status")
 
@@ -159,7 +166,9 @@ def test_commands_exit_4_when_no_daemon_is_there(command: str, tmp_path: Path) -
     assert f"{tmp_path}/none does not exist" in done.stderr
 
 
-def test_commands_exit_1_when_the_daemon_refuses(daemon: FakeDaemon, views: Any) -> None:
+def test_commands_exit_1_when_the_daemon_refuses(
+    daemon: FakeDaemon, views: SimpleNamespace
+) -> None:
     """A refused question is the answer no."""
     daemon.answer = lambda _query, number: [encode(View(finding=views.wrong_count), number)]
     done = run(status.ranks, "--operator", daemon.endpoint)
@@ -191,7 +200,7 @@ def test_check_of_a_healthy_daemon_is_exit_0(daemon: FakeDaemon) -> None:
 
 @pytest.mark.parametrize("output", ["table", "json"])
 def test_check_of_an_unhealthy_daemon_is_exit_1(
-    output: str, daemon: FakeDaemon, views: Any
+    output: str, daemon: FakeDaemon, views: SimpleNamespace
 ) -> None:
     """`status --check` exits 1 and still says why, in either form."""
     refused = views.status(pairs=[views.pair("rejected", (views.wrong_count,))], healthy=False)
@@ -201,7 +210,9 @@ def test_check_of_an_unhealthy_daemon_is_exit_1(
     assert "receive_count_mismatch" in done.stdout
 
 
-def test_without_check_an_unhealthy_daemon_is_exit_0(daemon: FakeDaemon, views: Any) -> None:
+def test_without_check_an_unhealthy_daemon_is_exit_0(
+    daemon: FakeDaemon, views: SimpleNamespace
+) -> None:
     """Plain `status` answers the question, whatever the answer."""
     daemon.answer = lambda _query, number: [
         encode(View(status=views.status(healthy=False)), number)

@@ -48,7 +48,7 @@ def test_layer_ids_stay_global() -> None:
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2"])
 def test_latents_are_not_in_this_demo_yet(name: str) -> None:
     """MLA models are refused in words, with one to take instead."""
-    with pytest.raises(ModelError, match="not in this demo yet; choose .* llama"):
+    with pytest.raises(ModelError, match=r"not in this demo yet; choose .* llama"):
         load_model(name)
 
 
@@ -66,7 +66,7 @@ def test_unknown_names_list_the_shipped_ones() -> None:
 
 def test_all_missing_keys_are_listed() -> None:
     """One error names every key that is missing."""
-    with pytest.raises(ModelError, match="lacks num_key_value_heads .*, hidden_size .*"):
+    with pytest.raises(ModelError, match=r"lacks num_key_value_heads .*, hidden_size .*"):
         cache_model({"model_type": "llama", "num_hidden_layers": 2}, "m")
     with pytest.raises(ModelError, match="lacks num_hidden_layers"):
         cache_model({"model_type": "llama"}, "m")

@@ -25,12 +25,12 @@ BASE: dict[str, Any] = {
 }
 
 
-def job(dtype: str = "bfloat16", **changes: Any) -> Job:
+def job(dtype: str = "bfloat16", **changes: object) -> Job:
     """Return a small job."""
     model = CacheModel(
         name="m", model_type="llama", layers=(0, 3), kv_heads=4, head_dim=6, dtype=dtype
     )
-    plain = {
+    plain: dict[str, Any] = {
         "daemon": "",
         "model": model,
         "prefill_tp": 2,
@@ -72,7 +72,10 @@ def test_bytes_of_one_head_differ_among_each_other() -> None:
 
 
 @given(
-    first=st.integers(0, 7), stop=st.integers(1, 8), begin=st.integers(0, 20), head_bytes=st.integers(1, 40)
+    first=st.integers(0, 7),
+    stop=st.integers(1, 8),
+    begin=st.integers(0, 20),
+    head_bytes=st.integers(1, 40),
 )
 def test_a_part_computed_alone_equals_the_part_of_the_whole(
     first: int, stop: int, begin: int, head_bytes: int

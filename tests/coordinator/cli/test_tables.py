@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.console import Console
 from rankgate.coordinator.cli import tables
 
 
-def render(width: int, show: Callable[..., None], *what: Any) -> str:
+def render(width: int, show: Callable[..., None], *what: object) -> str:
     """Return what a function prints on a console of this width, without colours."""
     console = Console(file=io.StringIO(), width=width, highlight=False, no_color=True)
     show(*what, console=console)
@@ -25,19 +25,19 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_health_of_an_empty_daemon(views: Any) -> None:
+def test_health_of_an_empty_daemon(views: SimpleNamespace) -> None:
     """A daemon that nobody has registered with is healthy, and says so."""
     assert tables.health_sentence(views.status()) == "healthy: no world has registered yet"
 
 
-def test_health_of_a_ready_pair(views: Any) -> None:
+def test_health_of_a_ready_pair(views: SimpleNamespace) -> None:
     """All is well in one sentence with the numbers."""
     found = views.status([views.world("prefill"), views.world("decode")], [views.pair()])
     assert tables.health_sentence(found) == "healthy: 2 of 2 worlds sealed, 1 of 1 pairs ready"
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_first_line_names_the_missing_rank(views: Any, width: int) -> None:
+def test_first_line_names_the_missing_rank(views: SimpleNamespace, width: int) -> None:
     """Which rank a forming world waits for stands in the first sentence."""
     forming = views.world(
         "decode", state="forming", have=3, missing=[3], findings=[views.rank_gone]
@@ -49,7 +49,9 @@ def test_first_line_names_the_missing_rank(views: Any, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_refusal_shows_code_field_values_holders_and_hint(views: Any, width: int) -> None:
+def test_refusal_shows_code_field_values_holders_and_hint(
+    views: SimpleNamespace, width: int
+) -> None:
     """A refused pair shows all that is needed to find the rank at fault."""
     refused = views.pair("rejected", (views.wrong_count,))
     found = views.status(
@@ -66,14 +68,14 @@ def test_refusal_shows_code_field_values_holders_and_hint(views: Any, width: int
     assert f"hint {views.wrong_count.hint}" in text
 
 
-def test_a_standing_finding_is_shown_once(views: Any) -> None:
+def test_a_standing_finding_is_shown_once(views: SimpleNamespace) -> None:
     """What a pair still says is not repeated from the list of refusals."""
     refused = views.pair("rejected", (views.wrong_count,))
     found = views.status(pairs=[refused], refusals=[views.refusal(views.wrong_count)])
     assert [item.about for item in tables.findings_of(found)] == ["pair prefill → decode"]
 
 
-def test_an_old_refusal_says_how_often_and_when(views: Any) -> None:
+def test_an_old_refusal_says_how_often_and_when(views: SimpleNamespace) -> None:
     """A refusal that nothing stands for any more is told with its age and number."""
     found = views.status(refusals=[views.refusal(views.rank_gone, "world decode")])
     text = render(80, tables.print_status, found)
@@ -81,7 +83,7 @@ def test_an_old_refusal_says_how_often_and_when(views: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_sixty_four_ranks_take_one_line_each(views: Any, width: int) -> None:
+def test_sixty_four_ranks_take_one_line_each(views: SimpleNamespace, width: int) -> None:
     """A world of 64 ranks is 64 lines and a header, at either width."""
     ranks = [views.rank(number) for number in range(64)]
     if width == 80:
@@ -90,13 +92,11 @@ def test_sixty_four_ranks_take_one_line_each(views: Any, width: int) -> None:
     assert len(text.splitlines()) == 65
 
 
-def test_equal_counts_share_a_line(views: Any) -> None:
+def test_equal_counts_share_a_line(views: SimpleNamespace) -> None:
     """Ranks with the same counts are one line; a rank that has not linked has its own."""
     odd = views.pair()
     counts = [item for item in odd.counts if (item.side, item.rank) != ("destination", 3)]
-    last = type(counts[0])(
-        side="destination", rank=3, receive_count=0, send_count=1, linked=False
-    )
+    last = type(counts[0])(side="destination", rank=3, receive_count=0, send_count=1, linked=False)
     text = render(80, tables.print_pairs, [views.pair(counts=[*counts, last])])
     lines = [line.split() for line in text.splitlines()]
     assert ["source", "0-1", "2", "-", "yes"] in lines
@@ -104,7 +104,7 @@ def test_equal_counts_share_a_line(views: Any) -> None:
     assert ["destination", "3", "-", "1", "no"] in lines
 
 
-def test_transfers_say_who_has_not_ended(views: Any) -> None:
+def test_transfers_say_who_has_not_ended(views: SimpleNamespace) -> None:
     """The oldest transfer comes first, with the ranks that are still to end."""
     shown = [views.transfer("young", age_ms=10), views.transfer("old", age_ms=99_000)]
     lines = render(80, tables.print_transfers, shown).splitlines()
@@ -127,7 +127,13 @@ def test_nothing_to_show_is_said(show: Callable[..., None], sentence: str) -> No
 
 @pytest.mark.parametrize(
     ("milliseconds", "text"),
-    [(0, "0 ms"), (999, "999 ms"), (1500, "1.5 s"), (100_000, "1 min 40 s"), (7_500_000, "2 h 5 min")],
+    [
+        (0, "0 ms"),
+        (999, "999 ms"),
+        (1500, "1.5 s"),
+        (100_000, "1 min 40 s"),
+        (7_500_000, "2 h 5 min"),
+    ],
 )
 def test_durations(milliseconds: int, text: str) -> None:
     """Time spans are told in the largest unit that says enough."""

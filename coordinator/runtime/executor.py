@@ -1,0 +1,159 @@
+"""Carries the core's effects out, in order, and brings what happens back as events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Executor as Pool
+from typing import Any
+
+import structlog
+from msgspec import Struct
+
+from rankgate.coordinator.core.effects import CutOff, Effect, Judge, Note, Persist, Send, Show
+from rankgate.coordinator.core.events import Event, VerdictReached
+from rankgate.coordinator.core.judging import judge
+from rankgate.coordinator.core.machine import Coordinator
+from rankgate.coordinator.runtime.clock import boottime_ms
+from rankgate.coordinator.runtime.router import Router
+from rankgate.coordinator.runtime.store import Store
+from rankgate.proto.codec import encode, encode_header
+from rankgate.proto.messages import KIND_OF
+
+
+class _Held:
+    """Effects that wait until what stands before them is on disk."""
+
+    __slots__ = ("effects", "peers")
+
+    def __init__(self) -> None:
+        self.effects: list[Effect] = []
+        self.peers: Counter[bytes] = Counter()
+
+
+class Executor:
+    """Steps the core and does what it says.
+
+    Invariant: what stands after a Persist leaves only once that is durable, and later messages
+    to the same peers wait behind it; messages to other peers do not.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        core: Coordinator,
+        store: Store,
+        pool: Pool,
+        *,
+        on_fatal: Callable[[str], None],
+    ) -> None:
+        """Wire the core to the store and the judging pool; routers come by ``serve``."""
+        self._loop = loop
+        self._core = core
+        self._store = store
+        self._pool = pool
+        self._on_fatal = on_fatal
+        self._held: deque[_Held] = deque()
+        self._held_peers: Counter[bytes] = Counter()
+        self._last: Struct | None = None
+        self._body = b""
+        self._log = structlog.get_logger()
+        self._agents: Router | None = None
+        self._operators: Router | None = None
+        self.after_step: Callable[[], None] = lambda: None
+        self._do: dict[type, Callable[[Any], None]] = {
+            Send: self._send,
+            Show: self._show,
+            Judge: self._judge,
+            CutOff: self._cut_off,
+            Note: self._note,
+        }
+
+    def serve(self, agents: Router, operators: Router) -> None:
+        """Send through these from now on."""
+        self._agents, self._operators = agents, operators
+
+    def step(self, event: Event) -> None:
+        """Step the core once and carry its effects out."""
+        effects = self._core.step(event, boottime_ms())
+        if effects:
+            self._carry(effects)
+        self.after_step()
+
+    def _carry(self, effects: list[Effect]) -> None:
+        for index, effect in enumerate(effects):
+            if type(effect) is Persist:
+                self._hold(effects[index:])
+                return
+            if self._held_peers and type(effect) is Send and effect.peer in self._held_peers:
+                self._keep(self._held[-1], effect)
+                continue
+            self._do[type(effect)](effect)
+
+    def _hold(self, effects: list[Effect]) -> None:
+        held = _Held()
+        persists = [effect for effect in effects if isinstance(effect, Persist)]
+        for effect in effects:
+            if not isinstance(effect, Persist):
+                self._keep(held, effect)
+        self._held.append(held)
+        for persist in persists[:-1]:
+            self._store.write(persist, self._written)
+        self._store.write(persists[-1], lambda error: self._written(error, release=True))
+
+    def _keep(self, held: _Held, effect: Effect) -> None:
+        held.effects.append(effect)
+        if isinstance(effect, Send):
+            held.peers[effect.peer] += 1
+            self._held_peers[effect.peer] += 1
+
+    def _written(self, error: BaseException | None, *, release: bool = False) -> None:
+        """Hear from the writer's thread; batches are released in the order they were given."""
+        if error is not None:
+            self._loop.call_soon_threadsafe(self._on_fatal, f"the store failed: {error}")
+        elif release:
+            self._loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        held = self._held.popleft()
+        self._held_peers -= held.peers
+        for effect in held.effects:
+            self._do[type(effect)](effect)
+
+    # --- effects --------------------------------------------------------------------------
+
+    def _send(self, effect: Send) -> None:
+        message = effect.message
+        if message is not self._last:  # one verdict goes to many ranks: encode it once
+            frames = encode(message, effect.id)
+            self._last, self._body = message, frames[1]
+        else:
+            frames = [encode_header(KIND_OF[type(message)], effect.id), self._body]
+        if self._agents is not None:
+            self._agents.send(effect.peer, frames)
+
+    def _show(self, effect: Show) -> None:
+        if self._operators is not None:
+            self._operators.send(effect.peer, encode(effect.view, effect.id))
+
+    def _judge(self, effect: Judge) -> None:
+        source, destination = effect.source, effect.destination
+        future = self._loop.run_in_executor(self._pool, judge, source, destination)
+
+        def done(judged: asyncio.Future[Any]) -> None:
+            if judged.cancelled():
+                return
+            if (error := judged.exception()) is not None:
+                self._on_fatal(f"judging failed: {error!r}")
+                return
+            self.step(VerdictReached(source.digest, destination.digest, judged.result()))
+
+        future.add_done_callback(done)
+
+    def _cut_off(self, effect: CutOff) -> None:
+        if self._agents is not None:
+            self._agents.cut_off(effect.peer)
+
+    def _note(self, effect: Note) -> None:
+        getattr(self._log, effect.level)(effect.event, **effect.fields)
