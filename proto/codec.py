@@ -191,12 +191,15 @@ def _check_depth(value: object, depth: int) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         msg = f"the number {value} is not finite"
         raise ValueError(msg)
+    elif isinstance(value, msgpack.Timestamp):  # the Ext type that msgpack reads by itself
+        msg = "Ext type -1 is not allowed"
+        raise ValueError(msg)
 
 
 def _explain(text: str, loose: object) -> tuple[str, str]:
     """Return msgspec's sentence with the offending value, and the field's path."""
     words, _, path = text.partition(" - at `")
-    path = path.rstrip("`").removeprefix("$").lstrip(".")
+    path = path.rstrip("`").rpartition("`")[2].removeprefix(" in ").removeprefix("$").lstrip(".")
     value = loose
     for step in path.replace("[", ".[").split("."):
         if step.startswith("[") and isinstance(value, list) and step[1:-1].isdigit():
@@ -204,6 +207,6 @@ def _explain(text: str, loose: object) -> tuple[str, str]:
         elif step and isinstance(value, dict) and step in value:
             value = value[step]
         elif step:
-            return words, path
+            break  # a key that msgspec does not tell: show the map
     shown = repr(value)
     return f"{words}; got {shown if len(shown) <= 80 else shown[:77] + '...'}", path or "body"  # noqa: PLR2004

@@ -8,6 +8,11 @@ from msgspec import Struct
 
 from rankgate.proto.codes import Code
 from rankgate.proto.fields import Name, Text
+from rankgate.proto.limits import MAX_TEXT
+
+_MOST_SIDES = 8
+_LONGEST_SIDE = 200
+_LONGEST_DETAIL = 400
 
 
 class Side(Struct, frozen=True, omit_defaults=True):
@@ -20,7 +25,8 @@ class Side(Struct, frozen=True, omit_defaults=True):
 class Finding(Struct, frozen=True, omit_defaults=True):
     """What one rule found. ``code`` and ``slug`` are stable; ``message`` is for people.
 
-    Invariant: ``message`` contains the field path and every side's value (case F09).
+    Invariant: ``message`` contains the field path and every side's value (case F09), and all texts
+    fit their fields, whatever the world says of itself: beyond 8 sides it says how many more.
     """
 
     code: Name
@@ -48,18 +54,29 @@ def finding(code: Code, field: str, *sides: Side, detail: str = "", hint: str = 
         detail: appended to the message when the values alone do not say enough.
         hint: overrides the code's own hint.
     """
-    values = "; ".join(f"{side.who} has {side.value}" for side in sides)
-    words = " ".join(part for part in (values, detail) if part)
+    shown = tuple(
+        Side(_cut(side.who, _LONGEST_SIDE), _cut(side.value, _LONGEST_SIDE))
+        for side in sides[:_MOST_SIDES]
+    )
+    values = "; ".join(f"{side.who} has {side.value}" for side in shown)
+    if len(sides) > len(shown):
+        values += f"; and {len(sides) - len(shown)} more"
+    field = _cut(field, _LONGEST_SIDE)
+    words = " ".join(part for part in (values, _cut(detail, _LONGEST_DETAIL)) if part)
     return Finding(
         code=code.id,
         slug=code.slug,
         severity=code.severity.value,
         field=field,
         message=f"{code.title}: {field}: {words}" if words else f"{code.title}: {field}",
-        sides=tuple(sides),
-        hint=hint or code.hint,
+        sides=shown,
+        hint=_cut(hint or code.hint, MAX_TEXT),
         retryable=code.retryable,
     )
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def has_error(findings: Iterable[Finding]) -> bool:

@@ -616,11 +616,12 @@ class Presented(_Message, frozen=True, kw_only=True):
 
 
 class Chunk(_Message, frozen=True, kw_only=True):
-    """Bytes of one slice for a run of the request's pages; the raw frames follow.
+    """Bytes of one slice for a run of the request's pages; one data frame follows.
 
     ``slice`` indexes the contact's slices; ``first`` and ``pages`` name positions in the
     request's page list of that group; ``layer`` and ``layers`` a run within the slice's layers.
-    The frames hold, in order, for each layer, for each page, the slice's ``count * length`` bytes.
+    The frame holds, in order, for each layer, for each page, the slice's ``count * length``
+    bytes.
     ``total`` is the number of chunks this source will send for the transfer; a share that is
     empty is one chunk without frames (contacts are structural).
     """

@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,10 @@ from rankgate.coordinator.runtime.daemon import DaemonConfig
 from rankgate.coordinator.runtime.errors import ConfigurationError
 from rankgate.coordinator.runtime.log import FORMATS, LEVELS
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?\Z")
+_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*(ms|s|m|h)?\Z")
+_COUNT = re.compile(r"[0-9]{1,10}\Z")
 _UNITS = {"ms": 1, None: 1000, "s": 1000, "m": 60_000, "h": 3_600_000}
+_MISSPELT = 0.75
 _LONGEST_MS = 7 * 24 * 3_600_000
 
 
@@ -31,6 +33,8 @@ class Config(Struct, frozen=True, kw_only=True):
     daemon: DaemonConfig
     log_level: str
     log_format: str
+    folders: Sequence[Path] = ()
+    """Default directories, which are made when missing; those that were set must be there."""
 
 
 class Origin(NamedTuple):
@@ -43,7 +47,7 @@ class Origin(NamedTuple):
 def _duration(key: str, raw: Origin) -> int:
     """Return milliseconds: a number of seconds, or text such as ``500ms`` or ``2m``."""
     found = None if isinstance(raw.value, bool) else _DURATION.match(str(raw.value).strip())
-    ms = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    ms = round(float(found[1]) * _UNITS[found[2]]) if found else 0
     if not 0 < ms <= _LONGEST_MS:
         raise _wrong(key, raw, "a time above 0 such as 5, 0.5 or '500ms' (0 never means for ever)")
     return ms
@@ -51,7 +55,7 @@ def _duration(key: str, raw: Origin) -> int:
 
 def _count(key: str, raw: Origin) -> int:
     text = str(raw.value)
-    if isinstance(raw.value, bool) or not text.isdigit() or not 0 < int(text) <= 1 << 31:
+    if isinstance(raw.value, bool) or not _COUNT.match(text) or not 0 < int(text) <= 1 << 31:
         raise _wrong(key, raw, "a whole number above 0")
     return int(text)
 
@@ -124,13 +128,13 @@ KEYS: dict[str, tuple[Callable[[str, Origin], Any], str]] = {
 
 
 def load_config(
-    path: Path | None, flags: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    path: Path | None, flags: Mapping[str, Origin], environment: Mapping[str, str] | None = None
 ) -> Config:
     """Return the checked configuration.
 
     Args:
         path: a TOML file, or None.
-        flags: key -> value of the flags that were given.
+        flags: key -> value and name of the flags that were given.
         environment: ``os.environ`` by default; ``RANKGATE_LIVENESS_TTL`` sets ``liveness.ttl``.
 
     Raises:
@@ -141,8 +145,9 @@ def load_config(
     if path is not None:
         raw |= _from_file(path)
     raw |= _from_environment(environ)
-    raw |= {key: Origin(value, f"--{key.split('.')[-1]}") for key, value in flags.items()}
+    raw |= flags
     values = {key: KEYS[key][0](key, origin) for key, origin in raw.items()}
+    values.setdefault("operator", _beside(values["listen"], environ))
     _check(values, raw)
     return Config(
         daemon=DaemonConfig(
@@ -155,13 +160,34 @@ def load_config(
         ),
         log_level=values.get("log.level", "info"),
         log_format=values.get("log.format", "auto"),
+        folders=list(_default_folders(raw, environ)),
     )
+
+
+def make_folders(config: Config) -> None:
+    """Make the default directories that are missing, mode 0750.
+
+    Raises:
+        ConfigurationError: with the path that cannot be made.
+    """
+    for folder in config.folders:
+        try:
+            folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"cannot make {folder}: {error.strerror}") from error
 
 
 def default_operator(environment: Mapping[str, str] | None = None) -> str:
     """Return where the operator socket is unless configured otherwise."""
     environ = os.environ if environment is None else environment
-    return environ.get("RANKGATE_OPERATOR") or f"ipc://{_runtime_dir(environ)}/operator.sock"
+    if given := environ.get("RANKGATE_OPERATOR"):
+        return given
+    own, system = Path(_runtime_dir(environ), "operator.sock"), Path(_SYSTEM_RUN, "operator.sock")
+    return f"ipc://{own if own.exists() or not system.exists() else system}"
+
+
+_SYSTEM_RUN = "/run/rankgate"
+"""Where the service's sockets are; an operator's own daemon goes before it."""
 
 
 def _runtime_dir(environ: Mapping[str, str]) -> str:
@@ -169,7 +195,7 @@ def _runtime_dir(environ: Mapping[str, str]) -> str:
         return given.split(":")[0]
     if os.geteuid() != 0 and (mine := environ.get("XDG_RUNTIME_DIR")):
         return f"{mine}/rankgate"
-    return "/run/rankgate"
+    return _SYSTEM_RUN
 
 
 def _state_dir(environ: Mapping[str, str]) -> str:
@@ -183,8 +209,25 @@ def _state_dir(environ: Mapping[str, str]) -> str:
 def _places(environ: Mapping[str, str]) -> Iterator[tuple[str, Origin]]:
     folder = _runtime_dir(environ)
     yield "listen", Origin([f"ipc://{folder}/agents.sock"], "default")
-    yield "operator", Origin(f"ipc://{folder}/operator.sock", "default")
     yield "state_dir", Origin(_state_dir(environ), "default")
+
+
+def _beside(listen: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the operator endpoint in the directory of the first ipc endpoint for agents."""
+    for endpoint in listen:
+        if endpoint.startswith("ipc:///"):
+            return f"{endpoint.rpartition('/')[0]}/operator.sock"
+    return f"ipc://{_runtime_dir(environ)}/operator.sock"
+
+
+def _default_folders(raw: Mapping[str, Origin], environ: Mapping[str, str]) -> Iterator[Path]:
+    listed = raw["listen"]
+    beside = any(str(one).startswith("ipc:///") for one in listed.value)
+    needed = listed.source == "default" or ("operator" not in raw and not beside)
+    if needed and "RUNTIME_DIRECTORY" not in environ:
+        yield Path(_runtime_dir(environ))
+    if raw["state_dir"].source == "default" and "STATE_DIRECTORY" not in environ:
+        yield Path(_state_dir(environ))
 
 
 def _from_file(path: Path) -> dict[str, Origin]:
@@ -204,22 +247,29 @@ def _from_file(path: Path) -> dict[str, Origin]:
     return found
 
 
-_NOT_SETTINGS = frozenset({"RANKGATE_WORLD", "RANKGATE_ROUND", "RANKGATE_DAEMON", "RANKGATE_LINK"})
-"""Variables of the agents; the daemon may share their environment."""
-
-
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Origin]:
-    names = {f"RANKGATE_{key.upper().replace('.', '_')}": key for key in KEYS}
+    """Return the settings among the variables.
+
+    Agents have RANKGATE_ variables too and may share the environment: only what looks like a
+    misspelt setting is refused.
+    """
+    names = {key.upper().replace(".", "_"): key for key in KEYS}
+    sections = tuple({f"{key.split('.')[0].upper()}_" for key in KEYS if "." in key})
     found: dict[str, Origin] = {}
-    for name, value in environ.items():
+    for variable, value in environ.items():
+        name = variable.removeprefix("RANKGATE_")
+        if name == variable:
+            continue
         if name in names:
-            found[names[name]] = Origin(value, name)
-        elif name.startswith("RANKGATE_") and name not in _NOT_SETTINGS:
-            raise ConfigurationError(f"unknown variable {name!r}{_suggest(name, names)}")
+            found[names[name]] = Origin(value, variable)
+        elif name.startswith(sections) or difflib.get_close_matches(name, names, 1, _MISSPELT):
+            known = [f"RANKGATE_{one}" for one in names]
+            raise ConfigurationError(f"unknown variable {variable!r}{_suggest(variable, known)}")
     return found
 
 
-def _suggest(name: str, known: Mapping[str, Any]) -> str:
+def _suggest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
 

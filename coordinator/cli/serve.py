@@ -9,10 +9,15 @@ from typing import Any
 
 import click
 
-from rankgate.coordinator.cli.config import load_config
+from rankgate.coordinator.cli.config import Origin, load_config, make_folders
 from rankgate.coordinator.runtime.daemon import run_daemon
 from rankgate.coordinator.runtime.errors import StartError
-from rankgate.coordinator.runtime.log import FORMATS, LEVELS, configure_logging
+from rankgate.coordinator.runtime.log import (
+    FORMATS,
+    LEVELS,
+    configure_logging,
+    is_journal,
+)
 
 _FLAGS = {
     "listen": "listen",
@@ -58,15 +63,20 @@ def serve(config: Path | None, check: bool, **flags: Any) -> None:  # noqa: ANN4
 
     Flags go over the environment (RANKGATE_LIVENESS_TTL), which goes over the file.
     """
-    given = {_FLAGS[name]: value for name, value in flags.items() if value not in (None, ())}
+    given = {
+        _FLAGS[name]: Origin(value, f"--{name.replace('_', '-')}")
+        for name, value in flags.items()
+        if value not in (None, ())
+    }
     try:
         loaded = load_config(config, given)
         if check:
             click.echo("the configuration is sound")
             return
         configure_logging(
-            loaded.log_level, loaded.log_format, journal=bool(os.environ.get("JOURNAL_STREAM"))
+            loaded.log_level, loaded.log_format, journal=is_journal(os.environ, sys.stderr)
         )
+        make_folders(loaded)
         code = run_daemon(loaded.daemon)
     except StartError as error:
         click.echo(f"rankgate: {error}", err=True)

@@ -59,7 +59,6 @@ from rankgate.proto.messages import (
     Welcome,
 )
 
-
 _NEVER_ANSWERED = (Refusal, Rejected, NeedHello)
 """Two programs that refuse each other's refusals would do it for ever."""
 
@@ -152,7 +151,7 @@ class Coordinator:
         if handle is not None:
             answer = self._in_session(event.peer, message, handle)
         elif isinstance(message, Hello):
-            answer = self._hello(event.peer, message)
+            answer = self._hello(event.peer, event.id, message)
         elif isinstance(message, Register):
             answer = self._register(event.peer, event.id, message)
         else:
@@ -196,7 +195,7 @@ class Coordinator:
 
     # --- session --------------------------------------------------------------------------
 
-    def _hello(self, peer: bytes, message: Hello) -> Struct:
+    def _hello(self, peer: bytes, message_id: int, message: Hello) -> Struct | None:
         wire = min(message.wire_max, WIRE_MAX)
         if wire < max(message.wire_min, WIRE_MIN):
             sides = f"peer speaks {message.wire_min} to {message.wire_max}"
@@ -206,7 +205,7 @@ class Coordinator:
         if bad := list(check_name(message.world, message.rank)):
             return self._reject(f"world {message.world!r}", bad)
         resumed = self.sessions.greet(peer, message)
-        return Welcome(
+        welcome = Welcome(
             wire=wire,
             instance=self._identity.instance,
             start=self._identity.start,
@@ -214,6 +213,10 @@ class Coordinator:
             tick=self._turn.now,
             resumed=resumed,
         )
+        self._turn.effects.append(Send(peer, message_id, welcome))
+        if resumed:
+            self.sessions.resend(peer)
+        return None
 
     def _register(self, peer: bytes, message_id: int, message: Register) -> Struct | None:
         hello = self.sessions.hellos.get(peer)

@@ -142,8 +142,11 @@ class Sessions:
         session.peer = peer
         self.by_peer[peer] = session
         self.heard(session)
-        self._resend(session)
         return True
+
+    def resend(self, peer: bytes) -> None:
+        """Repeat what a resumed session has not acknowledged, behind its Welcome."""
+        self._resend(self.by_peer[peer])
 
     def register(self, peer: bytes, hello: Hello, descriptor: Descriptor, slot: int) -> Session:
         """Return a new session for a process whose descriptor is sound."""

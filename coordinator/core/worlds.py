@@ -153,6 +153,8 @@ class Worlds:
         other = forming.members.get(session.rank)
         if other is not None:
             return self.refuse_duplicate(session, other)
+        if world.sealed is forming:
+            return self._refuse_extra(world, forming, session)
         self._sessions.start_counting(session)
         forming.add(session)
         if world.sealed is None:
@@ -189,6 +191,18 @@ class Worlds:
         self._turn.journal.refuse(f"world {later.world}", found, self._turn.now)
         world = self.by_name[earlier.world]
         self._tell(world, world.rounds[earlier.round], [found])
+        return found
+
+    def _refuse_extra(self, world: World, sealed: Round, extra: Session) -> Finding:
+        """Return the finding that a rank is beyond its sealed round's size, and tell the round."""
+        found = finding(
+            Code.RANKS_DISAGREE,
+            "world_size",
+            Side(f"{world.name} {ranks_text(sealed.members)}", str(sealed.size)),
+            Side(f"{world.name} rank {extra.rank}", str(extra.descriptor.world_size)),
+        )
+        self._refuse(world, [found])
+        self._tell(world, sealed, [found])
         return found
 
     def _consider(self, world: World, forming: Round) -> None:

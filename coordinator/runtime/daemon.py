@@ -9,9 +9,11 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvloop
@@ -29,7 +31,7 @@ from rankgate.coordinator.core.settings import Settings
 from rankgate.coordinator.runtime.clock import boot_id, boottime_ms
 from rankgate.coordinator.runtime.executor import Executor
 from rankgate.coordinator.runtime.notify import Notifier
-from rankgate.coordinator.runtime.router import Router
+from rankgate.coordinator.runtime.router import Router, answerable
 from rankgate.coordinator.runtime.sockets import bind, ipc_path, make_context, make_router
 from rankgate.coordinator.runtime.store import Store
 from rankgate.proto import __version__
@@ -40,7 +42,6 @@ from rankgate.proto.messages import Query
 from rankgate.proto.views import View
 
 _STOP_SECONDS = 1.5
-_SWEEP_SECONDS = 5.0
 
 
 class DaemonConfig(Struct, frozen=True, kw_only=True):
@@ -58,7 +59,7 @@ class Daemon:
     """One serving process.
 
     Invariant: READY only after everything is bound; the watchdog is fed by the serving loop
-    alone, after it has read its sockets empty; a stop takes less than two seconds.
+    alone, after it has polled its sockets; whatever breaks the loop ends the process, loudly.
     """
 
     def __init__(self, config: DaemonConfig) -> None:
@@ -68,6 +69,7 @@ class Daemon:
             StartError: with what is in the way.
         """
         self._config = config
+        self._heartbeat = config.settings.heartbeat / 1000
         self._log = structlog.get_logger()
         self._notifier = Notifier()
         self._exit = 0
@@ -91,6 +93,7 @@ class Daemon:
             endpoints=self._endpoints,
             insecure=config.insecure,
         )
+        self.on_stop: Callable[[int], None] = lambda _code: None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0
         self._fed = 0.0
@@ -101,10 +104,18 @@ class Daemon:
         loop = asyncio.get_running_loop()
         self._loop = loop
         self._stopping = asyncio.Event()
+        loop.set_exception_handler(self._unhandled)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, signal.Signals(number).name)
         pool = ThreadPoolExecutor(1, thread_name_prefix="judge")
-        self._executor = Executor(loop, self._core, self._store, pool, on_fatal=self._fail)
+        self._executor = Executor(
+            loop,
+            self._core,
+            self._store,
+            pool,
+            on_fatal=self._fail,
+            late_after=self._config.settings.heartbeat,
+        )
         self._agents = Router(
             loop, self._agents_socket, on_message=self._message, on_gone=self._gone
         )
@@ -134,7 +145,8 @@ class Daemon:
         try:
             header, message = decode(frames)
         except WireError as error:
-            self._agents.send(peer, encode(error.answer, error.id))
+            if answerable(frames) is not None:
+                self._agents.send(peer, encode(error.answer, error.id))
             self._executor.step(MessageRefused(peer, error.code.id, error.text))
             return
         self._executor.step(MessageArrived(peer, header.id, message))
@@ -146,14 +158,16 @@ class Daemon:
         try:
             header, message = decode(frames)
         except WireError as error:
-            self._operators.send(peer, encode(error.answer, error.id))
+            if answerable(frames) is not None:
+                self._operators.send(peer, encode(error.answer, error.id))
             return
         if isinstance(message, Query):
             self._executor.step(QueryArrived(peer, header.id, message))
             return
         side = Side("this socket", "operators' queries only")
-        view = View(finding=finding(Code.KIND_UNKNOWN, "kind", side))
-        self._operators.send(peer, encode(view, header.id))
+        if answerable(frames) is not None:
+            view = View(finding=finding(Code.KIND_UNKNOWN, "kind", side))
+            self._operators.send(peer, encode(view, header.id))
 
     # --- time -----------------------------------------------------------------------------
 
@@ -164,7 +178,7 @@ class Daemon:
         self._operators.drain()
         self._executor.step(ClockTicked())
         now = time.monotonic()
-        if now - self._swept >= _SWEEP_SECONDS:
+        if now - self._swept >= self._heartbeat:
             self._swept = now
             self._agents.sweep()
             self._operators.sweep()
@@ -201,20 +215,23 @@ class Daemon:
     # --- the end --------------------------------------------------------------------------
 
     def _stop(self, why: str) -> None:
+        if self._stopping.is_set():
+            return
         self._notifier.stopping()
         self._log.info("daemon_stopping", why=why)
         self._stopping.set()
+        self.on_stop(self._exit)
 
     def _fail(self, why: str) -> None:
         self._exit = 1
-        self._log.error("daemon_failed", why=why)
         self._stop(why)
 
+    def _unhandled(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        why = str(context.get("message", "the loop failed"))
+        self._log.error("daemon_failed", why=why, exc_info=context.get("exception"))
+        self._fail(why)
+
     def _close(self, pool: ThreadPoolExecutor) -> None:
-        # Whatever hangs below (a disk that does not answer), the process ends in time.
-        guard = threading.Timer(_STOP_SECONDS, os._exit, (1,))
-        guard.daemon = True
-        guard.start()
         if self._timer is not None:
             self._timer.cancel()
         self._agents.close()
@@ -225,27 +242,42 @@ class Daemon:
         for endpoint in (*self._endpoints, self._operator_endpoint):
             if (path := ipc_path(endpoint)) is not None:
                 path.unlink(missing_ok=True)
-        guard.cancel()
 
 
 def run_daemon(config: DaemonConfig) -> int:
-    """Serve in this process until told to stop; return the exit code."""
+    """Serve in this process until told to stop; return the exit code.
+
+    Whatever hangs once it stops (a disk that does not answer, a judgement under way), the process
+    ends within two seconds of the signal.
+
+    Raises:
+        StartError: with what is in the way.
+    """
     faulthandler.enable()
     daemon = Daemon(config)
+    daemon.on_stop = _end_in_time
     return uvloop.run(daemon.run())
+
+
+def _end_in_time(code: int) -> None:
+    guard = threading.Timer(_STOP_SECONDS, os._exit, (code or 1,))
+    guard.daemon = True
+    guard.start()
 
 
 def _raise_descriptor_limit(ranks: int, log: structlog.typing.FilteringBoundLogger) -> None:
     """Take the hard limit as soft limit, and say so when it is too low (cases D10, E06)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * ranks + 128
-    if soft < hard:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a sandbox may forbid it; the lines below tell
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    log.info("descriptor_limit", soft=soft, hard=hard, needed=needed)
-    if hard < needed:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * ranks + 128
+    shown = "unlimited" if hard == resource.RLIM_INFINITY else hard
+    log.info("descriptor_limit", soft=soft, hard=shown, needed=needed)
+    if soft != resource.RLIM_INFINITY and soft < needed:
         log.warning(
             "descriptor_limit_low",
-            hard=hard,
+            soft=soft,
             needed=needed,
             hint=f"set LimitNOFILE={needed} in the unit, or ulimit -n {needed}",
         )

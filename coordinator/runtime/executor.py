@@ -8,14 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Executor as Pool
 from typing import Any
 
-import structlog
 from msgspec import Struct
 
 from rankgate.coordinator.core.effects import CutOff, Effect, Judge, Note, Persist, Send, Show
-from rankgate.coordinator.core.events import Event, VerdictReached
+from rankgate.coordinator.core.events import ClockTicked, Event, VerdictReached
 from rankgate.coordinator.core.judging import judge
 from rankgate.coordinator.core.machine import Coordinator
 from rankgate.coordinator.runtime.clock import boottime_ms
+from rankgate.coordinator.runtime.log import Notes
 from rankgate.coordinator.runtime.router import Router
 from rankgate.coordinator.runtime.store import Store
 from rankgate.proto.codec import encode, encode_header
@@ -47,8 +47,18 @@ class Executor:
         pool: Pool,
         *,
         on_fatal: Callable[[str], None],
+        late_after: int = 1000,
     ) -> None:
-        """Wire the core to the store and the judging pool; routers come by ``serve``."""
+        """Wire the core to the store and the judging pool; routers come by ``serve``.
+
+        Args:
+            loop: the serving loop; ``step`` is called on it alone.
+            core: what decides.
+            store: where Persist goes.
+            pool: one thread beside the loop, where Judge goes.
+            on_fatal: hears, once or more, why this process must not go on.
+            late_after: ms without a tick after which any event is preceded by one.
+        """
         self._loop = loop
         self._core = core
         self._store = store
@@ -58,7 +68,10 @@ class Executor:
         self._held_peers: Counter[bytes] = Counter()
         self._last: Struct | None = None
         self._body = b""
-        self._log = structlog.get_logger()
+        self._late_after = late_after
+        self._late_at = boottime_ms() + late_after
+        self._failed = False
+        self._notes = Notes()
         self._agents: Router | None = None
         self._operators: Router | None = None
         self.after_step: Callable[[], None] = lambda: None
@@ -67,7 +80,7 @@ class Executor:
             Show: self._show,
             Judge: self._judge,
             CutOff: self._cut_off,
-            Note: self._note,
+            Note: self._notes.write,
         }
 
     def serve(self, agents: Router, operators: Router) -> None:
@@ -76,10 +89,28 @@ class Executor:
 
     def step(self, event: Event) -> None:
         """Step the core once and carry its effects out."""
-        effects = self._core.step(event, boottime_ms())
-        if effects:
-            self._carry(effects)
+        if self._failed:
+            return
+        now = boottime_ms()
+        try:
+            if now >= self._late_at or type(event) is ClockTicked:
+                self._late_at = now + self._late_after
+                if type(event) is not ClockTicked:
+                    # This process stood still: the core must hear of that before it weighs how
+                    # long others were silent, or our own stall would count against them.
+                    self._carry(self._core.step(ClockTicked(), now))
+            effects = self._core.step(event, now)
+            if effects:
+                self._carry(effects)
+        except Exception as error:  # noqa: BLE001 - a broken invariant: fenced by a restart
+            self._fail(f"{type(event).__name__} broke the core: {error!r}", error)
+            return
         self.after_step()
+
+    def _fail(self, why: str, error: BaseException | None) -> None:
+        self._failed = True
+        self._notes.failure(why, error)
+        self._on_fatal(why)
 
     def _carry(self, effects: list[Effect]) -> None:
         for index, effect in enumerate(effects):
@@ -111,15 +142,21 @@ class Executor:
     def _written(self, error: BaseException | None, *, release: bool = False) -> None:
         """Hear from the writer's thread; batches are released in the order they were given."""
         if error is not None:
-            self._loop.call_soon_threadsafe(self._on_fatal, f"the store failed: {error}")
+            why = f"the store failed: {error}"
+            self._loop.call_soon_threadsafe(self._fail, why, error)
         elif release:
             self._loop.call_soon_threadsafe(self._release)
 
     def _release(self) -> None:
+        if self._failed:
+            return
         held = self._held.popleft()
         self._held_peers -= held.peers
-        for effect in held.effects:
-            self._do[type(effect)](effect)
+        try:
+            for effect in held.effects:
+                self._do[type(effect)](effect)
+        except Exception as error:  # noqa: BLE001 - as in step
+            self._fail(f"an effect failed: {error!r}", error)
 
     # --- effects --------------------------------------------------------------------------
 
@@ -145,7 +182,7 @@ class Executor:
             if judged.cancelled():
                 return
             if (error := judged.exception()) is not None:
-                self._on_fatal(f"judging failed: {error!r}")
+                self._fail(f"judging failed: {error!r}", error)
                 return
             self.step(VerdictReached(source.digest, destination.digest, judged.result()))
 
@@ -154,6 +191,3 @@ class Executor:
     def _cut_off(self, effect: CutOff) -> None:
         if self._agents is not None:
             self._agents.cut_off(effect.peer)
-
-    def _note(self, effect: Note) -> None:
-        getattr(self._log, effect.level)(effect.event, **effect.fields)

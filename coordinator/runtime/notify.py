@@ -48,8 +48,8 @@ class Notifier:
             channel.setblocking(False)
             try:
                 channel.sendto(line.encode(), self._address)
-            except BlockingIOError:
-                return  # the manager is behind; it hears the next one
+            except OSError:
+                return  # the manager is behind or restarts; it hears the next one
 
 
 def _watchdog_seconds() -> float | None:

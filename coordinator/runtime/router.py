@@ -8,24 +8,41 @@ be read again until it is empty, or a message may lie there unseen.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from rankgate.proto.codec import encode
-from rankgate.proto.messages import Pulse
+from rankgate.proto.codec import WireError, decode_header, encode
+from rankgate.proto.codes import Code
+from rankgate.proto.messages import Kind, Pulse, Refusal
 
 Frames = Sequence[bytes]
 
 _PER_TURN = 512
+_DRAIN_SECONDS = 0.2
 _FLUSH_SECONDS = 0.01
 _SWEEP_AGAIN_SECONDS = 0.05
+_SWEEP_PER_TURN = 256
 _SAFETY_SECONDS = 0.25
 _MAX_QUEUED = 2000
-_MAX_QUEUED_BYTES = 64 << 20
+_MAX_QUEUED_BYTES = 16 << 20
 _PULSE = encode(Pulse(), 0)
+_NEVER_ANSWERED = frozenset({Kind.REFUSAL, Kind.REJECTED, Kind.NEED_HELLO})
+
+
+def answerable(frames: Sequence[bytes]) -> int | None:
+    """Return the message id to answer refused frames under; None if they are a refusal too.
+
+    Two programs that refuse each other's refusals would do it for ever.
+    """
+    try:
+        header = decode_header(frames[0])
+    except (WireError, IndexError):
+        return 0
+    return None if header.kind in _NEVER_ANSWERED else header.id
 
 
 class _Backlog:
@@ -52,18 +69,34 @@ class Router:
         *,
         on_message: Callable[[bytes, list[bytes]], None],
         on_gone: Callable[[bytes, str], None],
+        max_queued: int = _MAX_QUEUED,
+        max_queued_bytes: int = _MAX_QUEUED_BYTES,
     ) -> None:
-        """Watch a bound socket. ``on_message`` gets (peer, frames), ``on_gone`` (peer, reason)."""
+        """Watch a bound socket.
+
+        Args:
+            loop: the serving loop; everything here runs on it.
+            socket: a ROUTER of :func:`make_router`; the router closes it.
+            on_message: gets (peer, frames) of what arrives.
+            on_gone: gets (peer, reason) once for each peer that was cut off here or left.
+            max_queued: messages that may wait for one peer beyond ZeroMQ's own queue.
+            max_queued_bytes: the same in bytes.
+        """
         self._loop = loop
         self._socket = socket
         self._on_message = on_message
         self._on_gone = on_gone
+        self._max_queued = max_queued
+        self._max_queued_bytes = max_queued_bytes
         self._known: set[bytes] = set()
         self._void: set[bytes] = set()
         self._backlogs: dict[bytes, _Backlog] = {}
         self._drain_soon = False
         self._flush_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
+        self._sweeping: list[bytes] = []
+        self._sweep_wanted = False
+        self._lost_again = False
         self._safety_timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -79,10 +112,17 @@ class Router:
 
     # --- receiving ------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Read the socket empty, as before deadlines are looked at."""
+    def drain(self) -> bool:
+        """Read the socket empty, as before deadlines are looked at; return whether it is.
+
+        A flood is left to later turns after 0.2 s: signals and the watchdog must not wait for it.
+        """
+        end = time.monotonic() + _DRAIN_SECONDS
         while self._turn():
-            pass
+            if time.monotonic() > end:
+                self._again()
+                return False
+        return True
 
     def _drain(self) -> None:
         self._drain_soon = False
@@ -98,35 +138,45 @@ class Router:
         """Handle up to one turn's messages; return whether more may wait."""
         receive, handle = self._socket.recv_multipart, self._handle
         for _ in range(_PER_TURN):
+            if self._closed:
+                return False
             try:
                 frames = receive(zmq.NOBLOCK)
             except zmq.Again:
                 return False
             handle(frames)
-            if self._closed:
-                return False
         return True
 
     def _handle(self, frames: list[bytes]) -> None:
         peer = frames[0]
-        if peer in self._void:
+        if peer not in self._known:
+            if peer[:1] != b"\0":
+                # A routing id that the client chose: it could take another's place.
+                self._refuse(peer, frames, Code.HEADER_INVALID, "set no routing id on the socket")
+                return
+            self._known.add(peer)
+        elif peer in self._void:
+            self._refuse(peer, frames, Code.NO_SESSION, "this connection was cut off; connect anew")
             return
-        if peer[:1] != b"\0":
-            # A routing id that the client chose: it could take another's place.
-            return
-        self._known.add(peer)
         self._on_message(peer, frames[1:])
+
+    def _refuse(self, peer: bytes, frames: list[bytes], code: Code, text: str) -> None:
+        message_id = answerable(frames[1:])
+        if message_id is not None:
+            answer = Refusal(code=code.id, text=f"{code.slug}: {text}")
+            self._try_send(peer, encode(answer, message_id))
 
     def _safety(self) -> None:
         # An edge that was missed would otherwise wait for the next message.
         self._safety_timer = self._loop.call_later(_SAFETY_SECONDS, self._safety)
+        self._monitored()
         self._drain()
 
     # --- sending --------------------------------------------------------------------------
 
     def send(self, peer: bytes, frames: Frames) -> None:
         """Send or queue; an unreachable or overflowing peer is reported gone, later."""
-        if peer in self._void:
+        if self._closed or peer in self._void:
             return
         backlog = self._backlogs.get(peer)
         if backlog is None and self._try_send(peer, frames):
@@ -137,7 +187,7 @@ class Router:
             backlog = self._backlogs[peer] = _Backlog()
         backlog.frames.append(frames)
         backlog.nbytes += sum(map(len, frames))
-        if len(backlog.frames) > _MAX_QUEUED or backlog.nbytes > _MAX_QUEUED_BYTES:
+        if len(backlog.frames) > self._max_queued or backlog.nbytes > self._max_queued_bytes:
             queued = f"{len(backlog.frames)} messages, {backlog.nbytes} bytes"
             self.cut_off(peer)
             self._loop.call_soon(self._on_gone, peer, f"slow: {queued} queued")
@@ -191,31 +241,58 @@ class Router:
     # --- who is gone ----------------------------------------------------------------------
 
     def _monitored(self) -> None:
-        while True:
+        lost = False
+        while not self._closed:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            if event["event"] == zmq.EVENT_DISCONNECTED and self._sweep_timer is None:
-                # The event names no peer, and the pipe may end a moment later: ask all, twice.
-                self._loop.call_soon(self.sweep)
-                self._sweep_timer = self._loop.call_later(_SWEEP_AGAIN_SECONDS, self._sweep_again)
+            lost = lost or event["event"] == zmq.EVENT_DISCONNECTED
+        if not lost:
+            return
+        # The event names no peer, and the pipe may end a moment later: ask all, now and then.
+        if self._sweep_timer is not None:
+            self._lost_again = True
+            return
+        self.sweep()
+        self._sweep_timer = self._loop.call_later(_SWEEP_AGAIN_SECONDS, self._sweep_again)
 
     def _sweep_again(self) -> None:
         self._sweep_timer = None
         self.sweep()
+        if self._lost_again:
+            self._lost_again = False
+            self._sweep_timer = self._loop.call_later(_SWEEP_AGAIN_SECONDS, self._sweep_again)
 
     def sweep(self) -> None:
-        """Send every known peer a Pulse; those whose connection ended are reported gone."""
+        """Send every known peer a Pulse, some a turn; those whose connection ended are gone."""
+        if self._sweeping:
+            self._sweep_wanted = True  # those already asked must be asked again
+        else:
+            self._sweeping = list(self._known)
+            self._sweep_some()
+
+    def _sweep_some(self) -> None:
         if self._closed:
             return
-        for peer in list(self._known):
-            if peer not in self._backlogs:
+        batch = self._sweeping[-_SWEEP_PER_TURN:]
+        del self._sweeping[-_SWEEP_PER_TURN:]
+        for peer in batch:
+            if peer in self._known and peer not in self._backlogs:
                 self._try_send(peer, _PULSE)
+        if not self._sweeping and self._sweep_wanted:
+            self._sweep_wanted = False
+            self._sweeping = list(self._known)
+        if self._sweeping:
+            self._loop.call_soon(self._sweep_some)
 
     def close(self) -> None:
-        """Close at once; what is queued is dropped (linger is 0)."""
+        """Close at once; what is queued is dropped (linger is 0). A second call does nothing."""
+        if self._closed:
+            return
         self._closed = True
+        self._sweeping.clear()
+        self._backlogs.clear()
         for fd in self._fds:
             self._loop.remove_reader(fd)
         for timer in (self._flush_timer, self._sweep_timer, self._safety_timer):

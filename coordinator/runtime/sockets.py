@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket as posix
+import stat
 from pathlib import Path
 
 import zmq
@@ -41,13 +43,18 @@ def bind(router: zmq.Socket[bytes], endpoint: str) -> str:
     path = ipc_path(endpoint)
     if path is not None:
         _prepare_ipc(path, endpoint)
+    mask = os.umask(0o117)  # the socket is 0660 from its first instant on
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
         text = f"cannot bind {endpoint}: {error.strerror}"
         if error.errno == zmq.EADDRINUSE:
             raise StartError(f"{text}; `ss -ltnp` shows who holds it") from error
+        if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
+            raise StartError(text) from error
         raise ConfigurationError(f"{text}; bind an address of this host") from error
+    finally:
+        os.umask(mask)
     if path is not None:
         path.chmod(0o660)
     return router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -67,11 +74,22 @@ def _prepare_ipc(path: Path, endpoint: str) -> None:
         raise ConfigurationError(f"cannot bind {endpoint}: directory {folder} is not writable")
     if len(os.fsencode(path)) > 107:  # noqa: PLR2004 - sun_path
         raise ConfigurationError(f"cannot bind {endpoint}: the path is longer than 107 bytes")
-    # libzmq unlinks what it finds there, even under a living daemon: ask first.
+    # libzmq unlinks what it finds there, even under a living daemon: look and ask first.
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigurationError(f"cannot bind {endpoint}: {path} is there and no socket")
     with posix.socket(posix.AF_UNIX, posix.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_SECONDS)
         try:
             probe.connect(str(path))
-        except OSError:
-            return
+        except (ConnectionRefusedError, FileNotFoundError):
+            return  # left by a process that is gone
+        except PermissionError as error:
+            text = f"cannot bind {endpoint}: {path} belongs to another user"
+            raise ConfigurationError(text) from error
+        except OSError as error:  # a full backlog or a time-out: somebody holds it
+            raise StartError(f"cannot bind {endpoint}: {error}") from error
     raise StartError(f"cannot bind {endpoint}: another process answers there")

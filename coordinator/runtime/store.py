@@ -12,6 +12,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -42,14 +43,29 @@ class Store:
 
         Raises:
             ConfigurationError: the directory is missing or not writable, or of another version.
-            StartError: another daemon has it.
+            StartError: another daemon has it, or the disk refuses.
         """
-        self._lock = _lock(folder)
+        path = folder / "rankgate.db"
+        with ExitStack() as undo:
+            self._lock = _lock(folder)
+            undo.callback(os.close, self._lock)
+            try:
+                self._open(path, clock)
+            except (sqlite3.OperationalError, OSError) as error:
+                raise StartError(f"cannot open {path}: {error}") from error
+            except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+                text = f"{path} is damaged: {error}; move it away to start anew"
+                raise ConfigurationError(text) from error
+            undo.pop_all()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="store", daemon=True)
+        self._writer.start()
+
+    def _open(self, path: Path, clock: bytes) -> None:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        path.chmod(0o600)
         # isolation_level None: transactions are begun and ended here, by name.
-        self._db = sqlite3.connect(
-            folder / "rankgate.db", check_same_thread=False, isolation_level=None
-        )
-        (folder / "rankgate.db").chmod(0o600)
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(_TABLES)
@@ -67,16 +83,15 @@ class Store:
                 for (record,) in self._db.execute("SELECT record FROM worlds ORDER BY name")
             ],
         )
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="store", daemon=True)
-        self._writer.start()
 
     def write(self, persist: Persist, done: Callable[[BaseException | None], None]) -> None:
         """Write in the background; ``done`` is called from the writer's thread."""
         self._jobs.put((persist, done))
 
     def close(self) -> None:
-        """Finish what was given, and let the directory go."""
+        """Finish what was given, and let the directory go. A second call does nothing."""
+        if not self._writer.is_alive():
+            return
         self._jobs.put(None)
         self._writer.join()
         self._db.close()
@@ -108,16 +123,17 @@ class Store:
 
     def _write(self) -> None:
         running = True
+        failed: Exception | None = None
         while running:
             batch = [self._jobs.get()]
             while not self._jobs.empty():  # group commit: one sync for all that waits
                 batch.append(self._jobs.get())
             running = None not in batch
             jobs = [job for job in batch if job is not None]
-            failed: BaseException | None = None
             try:
-                self._commit([persist for persist, _ in jobs])
-            except sqlite3.Error as error:
+                if failed is None:  # after a gap nothing later may become durable
+                    self._commit([persist for persist, _ in jobs])
+            except Exception as error:  # noqa: BLE001 - whatever it was, nothing is durable
                 failed = error
             for _, done in jobs:
                 done(failed)
@@ -134,8 +150,9 @@ class Store:
                 if persist.removed:
                     self._db.execute("DELETE FROM worlds WHERE name = ?", (persist.removed,))
             self._db.execute("COMMIT")
-        except sqlite3.Error:
-            self._db.execute("ROLLBACK")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
             raise
 
 

@@ -50,7 +50,12 @@ class Job(Struct, frozen=True, kw_only=True):
     @property
     def pool(self) -> int:
         """Pages in each rank's pool: twice what is under way, so that pages wander."""
-        return 2 * self.pages * self.concurrency
+        return self.pages * self.room
+
+    @property
+    def room(self) -> int:
+        """Requests that a pool has pages for, whatever their lengths."""
+        return 2 * self.concurrency
 
     @property
     def page_bytes(self) -> int:

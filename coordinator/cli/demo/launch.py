@@ -35,7 +35,7 @@ class Program:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
+                env={**_inherited(), **env},
                 start_new_session=True,
                 preexec_fn=end_with_parent,  # noqa: PLW1509 - the demo has one thread here
             )
@@ -112,6 +112,11 @@ class Programs:
             if not program.wait(deadline):
                 program.signal(signal.SIGKILL)
                 program.wait(deadline + PATIENCE_SECONDS)
+
+
+def _inherited() -> dict[str, str]:
+    """Return this process' environment without settings that are meant for another daemon."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RANKGATE_")}
 
 
 def end_with_parent(how: signal.Signals = signal.SIGTERM) -> None:

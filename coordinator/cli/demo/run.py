@@ -100,9 +100,10 @@ class Run:
             self._operator,
             "--state-dir",
             str(state),
+            "--form-grace",
+            str(FORM_GRACE_SECONDS),
         )
-        env = {"RANKGATE_LIVENESS_FORM_GRACE": str(FORM_GRACE_SECONDS)}
-        self._start("daemon", command, env)
+        self._start("daemon", command, {})
 
     def _start_worlds(self) -> None:
         # One thread a rank: many ranks share this machine's cores.

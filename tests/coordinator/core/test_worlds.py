@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
 from rankgate.coordinator.core.effects import Persist, Send
+from rankgate.coordinator.core.rules.agreement import check_agreement
 from rankgate.coordinator.core.settings import Durable, SealedRecord, Settings
 from rankgate.coordinator.core.tables import PairState, RankState, WorldState
-from rankgate.coordinator.core.worlds import World
+from rankgate.coordinator.core.worlds import Round, World
+from rankgate.proto import codec as wire
 from rankgate.proto.descriptor import Coordinates
 from rankgate.proto.messages import (
     Heartbeat,
     HeartbeatAck,
+    Hello,
     Left,
     PairBroken,
     ProbeAck,
@@ -704,3 +711,97 @@ def test_seed_2_state_count_mismatch_is_told_to_every_rank_before_any_request() 
         assert "3 components ['SWA', 'MAMBA', 'DSA']" in found.message
         assert "2 components ['SWA', 'MAMBA']" in found.message
     assert bench.core.pairs.by_name["p", "d"].state is PairState.REJECTED
+
+
+def test_a_rank_of_another_size_cannot_slip_into_a_sealed_round() -> None:
+    """Same token, larger world: refused with both sizes, and the sealed world goes on."""
+    bench = Bench()
+    ours = bench.seal(prefill(tp=2))
+    stranger = bench.agents(prefill(tp=4))[3]
+    stranger.hello()
+    stranger.register()
+    (found,) = rejected(stranger.beat())
+    assert found.slug == "ranks_disagree"
+    assert "p rank 3 has 4" in found.message
+    assert "2" in found.message
+    assert codes(ours[0].last(WorldForming).findings) == ["ranks_disagree"]
+    theirs = bench.seal(decode())
+    bench.link(*ours, *theirs)
+    assert theirs[0].open("r1").grant
+    assert need_hello(stranger.beat())
+
+
+def test_however_much_the_ranks_disagree_it_can_be_told() -> None:
+    """64 ranks with 64 models and long lists: the push fits the wire and names some of them."""
+    bench = Bench()
+    agents = bench.agents(prefill(tp=64, heads=64, layers=100))
+    for agent in agents:
+        told = agent.descriptor
+        group = changed(told.kv[0], layers=list(range(agent.rank, agent.rank + 100)))
+        model = changed(told.model, name="m" * 4000 + str(agent.rank))
+        agent.descriptor = changed(told, model=model, kv=[group])
+        agent.join()
+    last = agents[0].last(WorldForming)
+    assert wire.decode(wire.encode(last, 1))[1] == last
+    assert {found.field for found in last.findings} == {"model.name", "kv[full].layers"}
+    assert all("and 56 more" in found.message for found in last.findings)
+
+
+def test_what_a_refused_rank_leaves_behind_does_not_block_its_world() -> None:
+    """A rank of another size in a forming round is told off; when it leaves the rest is sealed."""
+    bench = Bench()
+    agents = bench.agents(prefill(tp=2))
+    stranger = bench.agents(prefill(tp=4))[3]
+    for agent in (stranger, *agents):
+        agent.join()
+    assert not agents[0].told(WorldSealed)
+    stranger.leave()
+    assert agents[0].told(WorldSealed)
+    assert agents[1].told(WorldSealed)
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"model": "x"},
+    {"group": "x"},
+    {"role": "decode"},
+    {"profile": "vllm"},
+    {"transport": "nixl"},
+    {"capabilities": ["x"]},
+    {"heads": 16},
+    {"dtype": "float16"},
+    {"page_layout": "NHD"},
+    {"page_size": 4},
+    {"layers": 5},
+    {"groups": ["full", "x"]},
+    {"groups": ["x"]},
+    {"state": [state("M")]},
+    {"state": [state("M", dtype="float32")]},
+    {"state": [state("M", size=8)]},
+    {"state": [state("M", layers=3)]},
+    {"pages": 99},
+    {"host": "elsewhere"},
+    {"tp": 4},
+    {},
+]
+
+
+@given(st.lists(st.sampled_from(CHANGES), min_size=4, max_size=4), st.booleans())
+def test_the_cheap_check_of_a_round_finds_what_the_full_one_finds(
+    changes: list[dict[str, Any]], twice: bool  # noqa: FBT001 - drawn
+) -> None:
+    """Whenever the rules see a disagreement, the counted traits see one too, ranks going or not."""
+    bench = Bench()
+    base = prefill(tp=2, pp=2, state=[state("M")])
+    held = Round(b"token", 0)
+    sessions = []
+    for rank, change in enumerate(changes):
+        described = base.but(**change).describe(rank)
+        if twice and rank == 3:
+            described = changed(described, coordinates=base.at(0))
+        hello = Hello(world="p", rank=rank, incarnation=bytes(16), round=bytes(16))
+        sessions.append(bench.core.sessions.register(b"\0", hello, described, 0))
+        held.add(sessions[-1])
+    while held.members:
+        described = {rank: member.descriptor for rank, member in held.members.items()}
+        assert held.check() == check_agreement(described)
+        held.remove(sessions.pop())

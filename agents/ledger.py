@@ -1,0 +1,404 @@
+"""The source's ledger: what is staged, who still has to end, and when memory may be released.
+
+Staged memory has two holders: the *contacts* (receive_count distinct ends, an outcome, expiry) and
+the *transport* (operations started and not seen complete). Every outcome empties only the first;
+memory is released when both are empty, exactly once (cases B01, B02, B09, B15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from rankgate.agents.events import AgentEvent, Released, Wanted
+from rankgate.agents.linking import Epochs, PairLinks, PeerLink
+from rankgate.proto.codes import Code
+from rankgate.proto.findings import Finding, Side, finding
+from rankgate.proto.grants import Grant, GrantError, open_grant
+
+MAX_STAGED = 4096
+MAX_PARKED = 1024
+MAX_EARLY = 4096
+
+
+class StagedState(StrEnum):
+    """A staged request: waiting, being sent, closed for new operations, given back."""
+
+    STAGED = "staged"
+    SENDING = "sending"
+    CLOSED = "closed"
+    RELEASED = "released"
+
+
+STAGED_TABLE: Mapping[StagedState, frozenset[StagedState]] = {
+    StagedState.STAGED: frozenset({StagedState.SENDING, StagedState.CLOSED}),
+    StagedState.SENDING: frozenset({StagedState.CLOSED}),
+    StagedState.CLOSED: frozenset({StagedState.RELEASED}),
+    StagedState.RELEASED: frozenset(),
+}
+
+
+class Staged:
+    """One request's pages on this source rank.
+
+    Invariant: ``receive_count`` is set with the transfer and never changes; ``ended`` holds
+    distinct destination ranks, all of them contacts; ``operations`` is never negative.
+    """
+
+    __slots__ = (
+        "ended",
+        "nbytes",
+        "operations",
+        "pages",
+        "reason",
+        "receive_count",
+        "request",
+        "sending",
+        "state",
+        "transfer",
+        "until",
+    )
+
+    def __init__(
+        self, request: str, pages: Mapping[str, tuple[int, ...]], nbytes: int, until: int
+    ) -> None:
+        """Begin without a transfer."""
+        self.request = request
+        self.pages = pages
+        self.nbytes = nbytes
+        self.until = until
+        self.state = StagedState.STAGED
+        self.transfer = 0
+        self.receive_count = 0
+        self.ended: set[int] = set()
+        self.sending: set[int] = set()
+        self.operations = 0
+        self.reason = ""
+
+    def become(self, to: StagedState) -> None:
+        """Change state as the table allows."""
+        if to not in STAGED_TABLE[self.state]:
+            msg = f"staged request {self.request} may not go from {self.state} to {to}"
+            raise RuntimeError(msg)
+        self.state = to
+
+
+class Presentation:
+    """A grant that a destination rank has shown, checked and in scope."""
+
+    __slots__ = ("counts", "epochs", "grant", "link", "pair", "rank", "until")
+
+    def __init__(
+        self, pair: PairLinks, link: PeerLink, grant: Grant, counts: Mapping[str, int], until: int
+    ) -> None:
+        """Remember who presented what; ``until`` (ms, local) is when the grant ends."""
+        self.pair = pair
+        self.link = link
+        self.rank = link.peer.rank
+        self.epochs: Epochs = pair.epochs
+        self.grant = grant
+        self.counts = counts
+        self.until = until
+
+
+class Sending:
+    """One contact's share of a transfer, to be sent.
+
+    No operation may start after ``stop`` (ms, local): it could still write after the grant ended.
+    """
+
+    __slots__ = ("epochs", "link", "rank", "request", "staged", "stop", "transfer")
+
+    def __init__(self, shown: Presentation, staged: Staged, max_op: int) -> None:
+        """Begin unsent."""
+        self.epochs = shown.epochs
+        self.rank = shown.rank
+        self.link = shown.link
+        self.transfer = shown.grant.transfer
+        self.request = staged.request
+        self.staged = staged
+        self.stop = shown.until - max_op
+
+
+class Ledger:
+    """All staged requests of a source rank.
+
+    Invariant: a request is Released once, never before ``receive_count`` distinct ranks have
+    ended or an outcome is known, and never while an operation of it is under way.
+    """
+
+    def __init__(self, max_op: int, *, max_staged: int = MAX_STAGED) -> None:
+        """Start empty; ``max_op`` (ms) is the transport's longest operation."""
+        self._max_op = max_op
+        self._max_staged = max_staged
+        self.staged: dict[str, Staged] = {}
+        self._by_transfer: dict[int, Staged] = {}
+        self._parked: dict[tuple[int, int], Presentation] = {}
+        self._early: dict[int, dict[int, int]] = {}
+        self._done: dict[int, tuple[int, str]] = {}
+        self.events: list[AgentEvent] = []
+        self.sendings: list[Sending] = []
+        self.failures: list[tuple[Epochs, int, int, Finding]] = []
+        """(epochs, rank, transfer, why) to tell as SourceFailed."""
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of all staged requests on this rank."""
+        return sum(staged.nbytes for staged in self.staged.values())
+
+    # --- the engine -----------------------------------------------------------------------
+
+    def stage(
+        self, request: str, pages: Mapping[str, Sequence[int]], nbytes: int, until: int, now: int
+    ) -> Finding | None:
+        """Hold a request's pages until released; an equal repeat is the same (case B03).
+
+        Returns:
+            Why not: staging_full (case B18) or conflicting_stage.
+        """
+        held = {name: tuple(listed) for name, listed in pages.items()}
+        known = self.staged.get(request)
+        if known is not None:
+            if known.pages == held:
+                return None
+            sides = (Side("staged", str(known.pages)[:200]), Side("now", str(held)[:200]))
+            return finding(Code.CONFLICTING_STAGE, f"request {request}", *sides)
+        if len(self.staged) >= self._max_staged:
+            side = Side("this rank", f"{len(self.staged)} requests, {self.staged_bytes} bytes")
+            return finding(Code.STAGING_FULL, f"request {request}", side)
+        staged = self.staged[request] = Staged(request, held, nbytes, until)
+        for key, shown in list(self._parked.items()):
+            if shown.grant.request == request:
+                del self._parked[key]
+                if wrong := self._accept(shown, staged):
+                    self.failures.append((shown.epochs, shown.rank, shown.grant.transfer, wrong))
+        for transfer, ended in list(self._early.items()):
+            if self._by_transfer.get(transfer) is staged:
+                del self._early[transfer]
+                for rank in ended:
+                    self._end(staged, rank)
+        del now
+        return None
+
+    # --- destinations ---------------------------------------------------------------------
+
+    def check(self, pair: PairLinks, rank: int, sealed: bytes, *, data: bool) -> Grant | Finding:
+        """Return a grant that this contact may show, or the finding that refuses it."""
+        link = pair.links.get(rank)
+        who = f"{pair.other} rank {rank}"
+        try:
+            grant = open_grant(sealed, pair.verdict.grant_key)
+        except GrantError as error:
+            return finding(Code.GRANT_INVALID, "grant", Side(who, str(error)))
+        if (grant.source_epoch, grant.destination_epoch) != pair.epochs:
+            shown = f"{grant.source_epoch}:{grant.destination_epoch}"
+            current = f"{pair.epochs[0]}:{pair.epochs[1]}"
+            sides = (Side(who, shown), Side("this rank", current))
+            return finding(Code.STALE_EPOCH, "grant.epochs", *sides)
+        inside = link is not None and link.peer.dp == grant.destination_dp
+        if not inside or grant.source_dp != pair.verdict.dp or (data and not link.is_data):  # type: ignore[union-attr]
+            detail = f"(transfer {grant.transfer} of request {grant.request})"
+            return finding(
+                Code.NOT_IN_SCOPE, "rank", Side(who, "no contact of this transfer"), detail=detail
+            )
+        return grant
+
+    def present(
+        self,
+        pair: PairLinks,
+        rank: int,
+        sealed: bytes,
+        counts: Mapping[str, int],
+        upper: int,
+        now: int,
+    ) -> tuple[str, int, Finding | None]:
+        """Judge a presentation before any byte moves.
+
+        Args:
+            pair: the pair it came over.
+            rank: the presenting destination rank.
+            sealed: the grant's bytes.
+            counts: pages by group that the destination has ready.
+            upper: the latest the daemon's tick can be (ms).
+            now: local time (ms).
+
+        Returns:
+            (``accepted`` | ``parked`` | ``refused``, transfer or 0, why refused).
+        """
+        grant = self.check(pair, rank, sealed, data=True)
+        if isinstance(grant, Finding):
+            return "refused", 0, grant
+        who = f"{pair.other} rank {rank}"
+        left = grant.issued + grant.ttl - upper
+        if left <= 0:
+            side = Side(who, f"a grant that ended {-left} ms ago or earlier")
+            return "refused", grant.transfer, finding(Code.GRANT_EXPIRED, "grant", side)
+        if grant.transfer in self._done:
+            side = Side(f"transfer {grant.transfer}", f"already {self._done[grant.transfer][1]}")
+            return "refused", grant.transfer, finding(Code.TRANSFER_UNKNOWN, "transfer", side)
+        shown = Presentation(pair, pair.links[rank], grant, counts, now + left)
+        staged = self.staged.get(grant.request)
+        if staged is None:
+            return self._park(shown)
+        refused = self._accept(shown, staged)
+        return "refused" if refused else "accepted", grant.transfer, refused
+
+    def _park(self, shown: Presentation) -> tuple[str, int, Finding | None]:
+        key = (shown.grant.transfer, shown.rank)
+        if key not in self._parked and len(self._parked) >= MAX_PARKED:
+            side = Side("this rank", f"{len(self._parked)} presentations wait for staging")
+            return "refused", shown.grant.transfer, finding(Code.STAGING_FULL, "parked", side)
+        if all(parked.grant.request != shown.grant.request for parked in self._parked.values()):
+            self.events.append(Wanted(shown.grant.request))
+        self._parked[key] = shown
+        return "parked", shown.grant.transfer, None
+
+    def _accept(self, shown: Presentation, staged: Staged) -> Finding | None:
+        if wrong := self._attach(shown.grant, shown.pair, staged):
+            return wrong
+        touched = {part.group for part in shown.link.slices}
+        for group in sorted(touched):
+            ours, theirs = len(staged.pages.get(group, ())), shown.counts.get(group, 0)
+            if ours != theirs:
+                return finding(
+                    Code.PAGES_INVALID,
+                    f"pages[{group}]",
+                    Side("staged here", f"{ours} pages"),
+                    Side(f"{shown.pair.other} rank {shown.rank}", f"{theirs} pages"),
+                    detail=f"(request {staged.request})",
+                )
+        staged.until = max(staged.until, shown.until)
+        if shown.rank not in staged.sending and staged.state is not StagedState.CLOSED:
+            staged.sending.add(shown.rank)
+            if staged.state is StagedState.STAGED:
+                staged.become(StagedState.SENDING)
+            self.sendings.append(Sending(shown, staged, self._max_op))
+        return None
+
+    def _attach(self, grant: Grant, pair: PairLinks, staged: Staged) -> Finding | None:
+        """Bind a staged request to its transfer, once; the count comes from the verdict alone."""
+        if staged.transfer == grant.transfer:
+            return None
+        if staged.transfer:
+            sides = (
+                Side("staged for", f"transfer {staged.transfer}"),
+                Side("presented", f"transfer {grant.transfer}"),
+            )
+            return finding(Code.CONFLICTING_STAGE, f"request {staged.request}", *sides)
+        staged.transfer = grant.transfer
+        staged.receive_count = sum(
+            link.peer.dp == grant.destination_dp for link in pair.links.values()
+        )
+        self._by_transfer[grant.transfer] = staged
+        return None
+
+    def peer_end(
+        self, pair: PairLinks, rank: int, sealed: bytes, now: int
+    ) -> tuple[int, Finding | None]:
+        """Count a destination rank's end, once; a repeat changes nothing (case B02)."""
+        grant = self.check(pair, rank, sealed, data=False)
+        if isinstance(grant, Finding):
+            return 0, grant
+        if grant.transfer in self._done:
+            return grant.transfer, None
+        staged = self.staged.get(grant.request)
+        if staged is None:
+            early = self._early.setdefault(grant.transfer, {})
+            if len(self._early) > MAX_EARLY:
+                self._early.pop(next(iter(self._early)))
+            early[rank] = now
+            return grant.transfer, None
+        if wrong := self._attach(grant, pair, staged):
+            return grant.transfer, wrong
+        self._end(staged, rank)
+        return grant.transfer, None
+
+    def _end(self, staged: Staged, rank: int) -> None:
+        staged.ended.add(rank)
+        if len(staged.ended) >= staged.receive_count:
+            self._close(staged, "delivered")
+
+    def pair_broken(self, epochs: Epochs) -> None:
+        """Forget what a broken pair's destinations had shown; the daemon names outcomes."""
+        for key in [key for key, shown in self._parked.items() if shown.epochs == epochs]:
+            del self._parked[key]
+
+    # --- the daemon and the transport ------------------------------------------------------
+
+    def outcome(self, transfer: int, request: str, outcome: str, now: int) -> None:
+        """Take the daemon's outcome: the contacts hold the memory no longer."""
+        self._done[transfer] = (now, outcome)
+        self._early.pop(transfer, None)
+        for key in [key for key in self._parked if key[0] == transfer]:
+            del self._parked[key]
+        staged = self._by_transfer.get(transfer) or self.staged.get(request)
+        if staged is not None and staged.transfer in {0, transfer}:
+            staged.transfer = transfer
+            self._close(staged, outcome)
+
+    def withdraw(self, request: str, reason: str) -> None:
+        """Give a request up that no transfer is known of."""
+        staged = self.staged.get(request)
+        if staged is not None and not staged.transfer:
+            self._close(staged, reason)
+
+    def operation_started(self, staged: Staged) -> None:
+        """The transport reads a request's memory from now on."""
+        staged.operations += 1
+
+    def operation_done(self, staged: Staged) -> None:
+        """One operation no longer reads the memory."""
+        staged.operations -= 1
+        self._release(staged)
+
+    def _close(self, staged: Staged, reason: str) -> None:
+        if staged.state in {StagedState.CLOSED, StagedState.RELEASED}:
+            return
+        staged.become(StagedState.CLOSED)
+        staged.reason = reason
+        self._release(staged)
+
+    def _release(self, staged: Staged) -> None:
+        if staged.state is not StagedState.CLOSED or staged.operations:
+            return
+        staged.become(StagedState.RELEASED)
+        del self.staged[staged.request]
+        self._by_transfer.pop(staged.transfer, None)
+        self.events.append(
+            Released(staged.request, staged.reason, len(staged.ended), staged.receive_count)
+        )
+
+    def knows(self, transfer: int) -> bool:
+        """Whether a staged request belongs to this transfer."""
+        return transfer in self._by_transfer
+
+    # --- time -----------------------------------------------------------------------------
+
+    def tick(self, now: int) -> None:
+        """End what is too old: parked presentations, and staged requests nobody came for."""
+        for key, shown in list(self._parked.items()):
+            if now >= shown.until:
+                del self._parked[key]
+                side = Side("this rank", f"request {shown.grant.request} not staged in time")
+                why = finding(Code.NOT_STAGED, "request", side)
+                self.failures.append((shown.epochs, shown.rank, shown.grant.transfer, why))
+        for staged in list(self.staged.values()):
+            if now >= staged.until:
+                self._close(staged, "expired")
+        for transfer, (at, _) in list(self._done.items()):
+            if now - at < _REMEMBER_MS:
+                break
+            del self._done[transfer]
+        for transfer, ended in list(self._early.items()):
+            if now - max(ended.values()) >= _REMEMBER_MS:
+                del self._early[transfer]
+
+    def next_deadline(self) -> int | None:
+        """Return when (ms) something is too old."""
+        times = [shown.until for shown in self._parked.values()]
+        times += [s.until for s in self.staged.values() if s.state is not StagedState.CLOSED]
+        return min(times, default=None)
+
+
+_REMEMBER_MS = 600_000
+"""How long an ended transfer's late presentations are recognised: the longest life of a grant."""

@@ -1,0 +1,295 @@
+"""The conversation with the daemon, without a socket or a clock.
+
+Times are CLOCK_BOOTTIME in ms, given as arguments. What is to be sent collects in ``out``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+
+from msgspec import Struct
+
+from rankgate.agents.outstanding import RETRY_LONGEST, Answer, Outstanding
+from rankgate.proto.descriptor import Descriptor
+from rankgate.proto.findings import Finding
+from rankgate.proto.messages import (
+    MESSAGES,
+    Ack,
+    Heartbeat,
+    HeartbeatAck,
+    Hello,
+    Kind,
+    Leave,
+    NeedHello,
+    Opened,
+    Probe,
+    ProbeAck,
+    Refusal,
+    Register,
+    Registered,
+    Rejected,
+    Welcome,
+)
+
+_PUSHES = tuple(MESSAGES[kind] for kind in Kind if Kind.WORLD_SEALED <= kind <= Kind.ABORTING)
+_OWN = "greeting"
+_TICKS = 16
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """Who a process is: never an address, a pid or a rank alone."""
+
+    world: str
+    rank: int
+    incarnation: bytes
+    round: bytes
+
+
+class SessionState(StrEnum):
+    """Where the conversation stands."""
+
+    GREETING = "greeting"
+    REGISTERING = "registering"
+    LIVE = "live"
+    REFUSED = "refused"
+    LEFT = "left"
+
+
+class Ticks:
+    """Bounds on the daemon's clock, from what its answers said.
+
+    Invariant: the true tick lies between ``lower(now)`` and ``upper(now)`` as long as both clocks
+    run at one rate; only the last 16 answers count, so a drift is forgotten (protocol: time).
+    """
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._offsets: deque[tuple[int, int]] = deque(maxlen=_TICKS)
+
+    def note(self, tick: int, sent: int, read: int) -> None:
+        """Take the tick of an answer read at ``read`` to a question sent at ``sent``."""
+        self._offsets.append((tick - sent, tick - read))
+
+    def upper(self, now: int) -> int:
+        """Return the latest the daemon's tick can be."""
+        return now + min((high for high, _ in self._offsets), default=0)
+
+    def lower(self, now: int) -> int:
+        """Return the earliest the daemon's tick can be."""
+        return now + max((low for _, low in self._offsets), default=0)
+
+    def forget(self) -> None:
+        """Another clock: nothing known before holds."""
+        self._offsets.clear()
+
+
+class Session:
+    """One rank's conversation with the daemon.
+
+    Invariant: pushes reach ``on_push`` once each and in the daemon's order; every request is
+    repeated until answered, or its owner told that time is up; ``session`` is 0 unless live.
+    """
+
+    def __init__(self, identity: Identity, descriptor: Descriptor, now: int, seed: int) -> None:
+        """Begin greeting; ``seed`` spreads the repeats of many ranks."""
+        self.identity = identity
+        self.descriptor = descriptor
+        self.state = SessionState.GREETING
+        self.session = 0
+        self.rules: Registered | None = None
+        self.instance = b""
+        self.clock = b""
+        self.ticks = Ticks()
+        self.findings: list[Finding] = []
+        self.refusal: Refusal | None = None
+        self.answered_at = now
+        self.out: list[tuple[int, Struct]] = []
+        self.on_push: Callable[[Struct, int], None] = lambda _message, _now: None
+        self.on_live: Callable[[], None] = lambda: None
+        self.on_fresh: Callable[[bool], None] = lambda _void: None
+        self._outstanding = Outstanding(seed)
+        self._spread = random.Random(seed)  # noqa: S311 - spreads repeats, no secret
+        self._seen = 0
+        self._acked = 0
+        self._beat_at: int | None = None
+        self._resume = 0
+        self._beat_id = 0
+        self._beat_sent = 0
+        self._say_hello(now)
+
+    # --- sending --------------------------------------------------------------------------
+
+    def request(
+        self, build: Callable[[int], Struct], on_answer: Answer, now: int, until: int | None = None
+    ) -> None:
+        """Send what ``build(session id)`` makes, repeated until answered.
+
+        ``on_answer(message, now)`` gets the answer; none comes after ``until`` (ms).
+        """
+        self._outstanding.add(None, lambda: build(self.session), on_answer, now, until=until)
+        self._repeat(now)
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye; nothing more is repeated."""
+        if self.session:
+            goodbye = Leave(session=self.session, reason=reason)
+            self.out.append((self._outstanding.new_id(), goodbye))
+        self.state = SessionState.LEFT
+        self._outstanding.clear()
+        self._beat_at = None
+
+    def _say_hello(self, now: int, delay: int = 0) -> None:
+        identity, resume = self.identity, self._resume
+        self.state = SessionState.GREETING
+        self.session = 0
+        self._beat_at = None
+        hello = Hello(
+            world=identity.world,
+            rank=identity.rank,
+            incarnation=identity.incarnation,
+            round=identity.round,
+            session=resume,
+        )
+        self._own_request(hello, self._welcomed, now, delay)
+
+    def _own_request(self, message: Struct, on_answer: Answer, now: int, delay: int = 0) -> None:
+        self._outstanding.drop(_OWN)
+        added = self._outstanding.add(_OWN, lambda: message, on_answer, now)
+        added.due = now + delay
+        self._repeat(now)
+
+    def _repeat(self, now: int) -> None:
+        for request in self._outstanding.due(now, lambda each: bool(self.session or each.key)):
+            self.out.append((request.id, request.build()))
+
+    # --- receiving ------------------------------------------------------------------------
+
+    def receive(self, message_id: int, message: Struct, now: int) -> None:
+        """Take one message of the daemon."""
+        if self.state in {SessionState.LEFT, SessionState.REFUSED}:
+            return
+        if isinstance(message, Refusal):
+            self.refusal = message
+            self.state = SessionState.REFUSED
+        elif isinstance(message, Probe):
+            if self.session:
+                self.out.append((message_id, ProbeAck(session=self.session)))
+        elif isinstance(message, NeedHello):
+            self._need_hello(message_id, message, now)
+        elif isinstance(message, _PUSHES):
+            self._push(message_id, message, now)
+        elif message_id == self._beat_id:
+            self._beaten(message, now)
+        elif (request := self._outstanding.answered(message_id)) is not None:
+            self.answered_at = now
+            if isinstance(message, Opened | Registered | Welcome):
+                self.ticks.note(message.tick, request.sent, now)
+            request.on_answer(message, now)
+
+    def _push(self, number: int, message: Struct, now: int) -> None:
+        if self.session and number == self._seen + 1:
+            self._seen = number
+            self.on_push(message, now)
+
+    def _need_hello(self, message_id: int, message: NeedHello, now: int) -> None:
+        if self.state is SessionState.GREETING or not (
+            message_id == self._beat_id or self._outstanding.knows(message_id)
+        ):
+            return
+        self._resume = self.session if message.instance == self.instance else 0
+        self._outstanding.hurry(now)
+        self._say_hello(now)
+
+    def _welcomed(self, message: Struct, now: int) -> None:
+        if isinstance(message, Rejected):
+            self._refused(message, now)
+            return
+        if not isinstance(message, Welcome):
+            return
+        other = (message.instance, message.clock) != (self.instance, self.clock)
+        known = bool(self.instance)
+        if other:
+            self.ticks.forget()
+            self.instance, self.clock = message.instance, message.clock
+        if message.resumed:
+            self.session = self._resume
+            self.state = SessionState.LIVE
+            self._beat(now)
+            self._repeat(now)
+            return
+        if known:
+            self.on_fresh(other)  # grants of another instance or clock are void
+        self._seen = self._acked = 0
+        self.state = SessionState.REGISTERING
+        register = Register(
+            incarnation=self.identity.incarnation,
+            round=self.identity.round,
+            descriptor=self.descriptor,
+        )
+        self._own_request(register, self._registered, now)
+
+    def _registered(self, message: Struct, now: int) -> None:
+        if isinstance(message, Rejected):
+            self._refused(message, now)
+        elif isinstance(message, Registered):
+            self.rules = message
+            self.session = self._resume = message.session
+            self.state = SessionState.LIVE
+            self.findings = []
+            self._beat(now)
+            self._repeat(now)
+            self.on_live()
+
+    def _refused(self, message: Rejected, now: int) -> None:
+        """A refusal that may pass is tried again, slower each time; any other is final."""
+        self.findings = message.findings
+        if not message.retryable:
+            self.state = SessionState.REFUSED
+            return
+        self.session = self._resume = 0
+        self._say_hello(now, int(RETRY_LONGEST * self._spread.uniform(0.5, 1.0)))
+
+    # --- time -----------------------------------------------------------------------------
+
+    def _beat(self, now: int) -> None:
+        if self.rules is None:
+            return
+        # Never repeated: the next one comes soon enough, and lost ones must not pile up.
+        self._beat_at = now + self.rules.heartbeat
+        self._acked = self._seen
+        self._beat_id, self._beat_sent = self._outstanding.new_id(), now
+        self.out.append((self._beat_id, Heartbeat(session=self.session, acked=self._seen)))
+
+    def _beaten(self, message: Struct, now: int) -> None:
+        if isinstance(message, Rejected):
+            self._refused(message, now)
+        elif isinstance(message, HeartbeatAck):
+            self.answered_at = now
+            self.ticks.note(message.tick, self._beat_sent, now)
+            if message.instance != self.instance:
+                self._resume = 0
+                self._say_hello(now)
+
+    def tick(self, now: int) -> None:
+        """Repeat what is due, beat, and acknowledge what was handled since."""
+        if self.state in {SessionState.LEFT, SessionState.REFUSED}:
+            return
+        if self._beat_at is not None and now >= self._beat_at:
+            self._beat(now)
+        self._repeat(now)
+
+    def acknowledge(self) -> None:
+        """Acknowledge the pushes of one burst together."""
+        if self.session and self._seen != self._acked:
+            self._acked = self._seen
+            self.out.append(
+                (self._outstanding.new_id(), Ack(session=self.session, acked=self._seen))
+            )
+
+    def next_deadline(self) -> int | None:
+        """Return when (ms) ``tick`` is due, if ever."""
+        times = [self._beat_at, self._outstanding.next_deadline()]
+        return min((time for time in times if time is not None), default=None)
