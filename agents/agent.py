@@ -568,6 +568,7 @@ class RankAgent:
             text = f"no answer from the daemon at {self.daemon} for {silent / 1000:.1f} s"
             return DaemonUnreachableError(text)
         pair = core.pair_with(world)
+        found += pair.findings if pair is not None else []
         if core.sealed is None:
             waits = f"{mine} is not sealed"
         elif pair is None:

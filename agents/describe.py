@@ -75,11 +75,11 @@ class RankDescription:
     role: str
     """``encoder``, ``prefill``, ``decode`` or ``unified``."""
     layout: Layout
-    coordinates: Coordinates = Coordinates()
+    coordinates: Coordinates = field(default_factory=Coordinates)
     kv: Sequence[KvCache] = ()
     state: Sequence[StateComponent] = ()
-    model: Model = Model()
-    software: Software = Software()
+    model: Model = field(default_factory=Model)
+    software: Software = field(default_factory=Software)
     group: str = ""
     """Transfer group; only equal labels pair."""
     profile: str = "native"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from rankgate.agents.landing import Ended, Landing, LandingTable
-from rankgate.agents.linking import Epochs, LinkState, PairLinks, PeerLink, check_metadata
+from rankgate.agents.linking import LINK_MS, Epochs, LinkState, PairLinks, PeerLink, check_metadata
 from rankgate.agents.outstanding import Outstanding
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Finding, Side, finding
@@ -43,6 +43,7 @@ Resolve = Callable[[int, Finding | None, OutcomeItem | None], None]
 """Called once an open is answered: (transfer or 0, denial, outcome it already has)."""
 
 _AGAIN_MS = 200
+_LINK_AGAIN_MS = 500
 
 
 class DestinationSide:
@@ -97,17 +98,23 @@ class DestinationSide:
                 wrong = check_metadata(answer.metadata, link, who)
                 if wrong is None:
                     link.up = True
+                    pair.findings = list(verdict.findings)
                     self._taken[key] = self._told[key] = 0
                     self._core.maybe_linked(pair, at)
                     return
                 self._core.link_failed(pair, [wrong], at)
+            elif isinstance(answer, Rejected) and answer.retryable:
+                # The source may be behind, or another process may have its address for now.
+                pair.findings = answer.findings
+                if self._core.pairs.get(pair.epochs) is pair:
+                    self._hello(pair, link, key, at + _LINK_AGAIN_MS)
             elif isinstance(answer, Rejected):
                 self._core.link_failed(pair, answer.findings, at)
             else:
                 side = Side(who, f"answered {type(answer).__name__}")
                 self._core.link_failed(pair, [finding(Code.LINK_FAILED, "links", side)], at)
 
-        self._outstanding.add(key, lambda: hello, answered, now, until=pair.until)
+        self._outstanding.add(key, lambda: hello, answered, now)
 
     def link_down(self, key: LinkKey, now: int) -> None:
         """A connection ended: what is incomplete over it has failed; link anew if it comes back."""
@@ -118,7 +125,7 @@ class DestinationSide:
         link = pair.links.get(rank) if pair else None
         if pair is not None and link is not None and pair.state is not LinkState.REJECTED:
             link.up = False
-            pair.until = max(pair.until, now + 10_000)
+            pair.until = max(pair.until, now + LINK_MS)
             self._hello(pair, link, key, now)
 
     def drop(self, pair: PairLinks, why: str) -> None:

@@ -67,6 +67,7 @@ class Landing:
 
     __slots__ = (
         "attempt",
+        "deaf",
         "epochs",
         "finding",
         "grant",
@@ -96,6 +97,7 @@ class Landing:
         self.shares: dict[int, Share] = {}
         self.finding: Finding | None = None
         self.outcome = ""
+        self.deaf = False
 
     @property
     def transfer(self) -> int:
@@ -196,6 +198,8 @@ class LandingTable:
         counts = {name: len(listed) for name, listed in landing.pages.items()}
         group = landing.pair.in_group(grant.source_dp)
         landing.shares = {rank: Share(link, counts) for rank, link in group.items() if link.is_data}
+        if not landing.shares:
+            self._arrive(landing)  # nothing is owed to this rank
         return list(landing.shares)
 
     # --- what sources send ----------------------------------------------------------------
@@ -267,10 +271,13 @@ class LandingTable:
             return
         share.done = True
         if all(each.done for each in landing.shares.values()):
-            landing.become(LandingState.ARRIVED)
-            self.events.append(Arrived(landing.request, landing.transfer))
-            self.ended.append(Ended(landing, "delivered", None))
-            self._settle(landing)
+            self._arrive(landing)
+
+    def _arrive(self, landing: Landing) -> None:
+        landing.become(LandingState.ARRIVED)
+        self.events.append(Arrived(landing.request, landing.transfer))
+        self.ended.append(Ended(landing, "delivered", None))
+        self._settle(landing)
 
     def source_failed(self, epochs: Epochs, rank: int, transfer: int, why: Finding) -> None:
         """A source cannot send its share, or refused the presentation."""
@@ -329,6 +336,11 @@ class LandingTable:
         elif landing.state is LandingState.DRAINED:
             del self.by_transfer[item.transfer]
 
+    def deafen(self) -> None:
+        """Note that the session which would hear of these outcomes is gone."""
+        for landing in self.by_transfer.values():
+            landing.deaf = True
+
     def _drain(self, landing: Landing) -> None:
         for rank, share in landing.shares.items():
             if not share.done and not share.drained:
@@ -352,23 +364,40 @@ class LandingTable:
     # --- time -----------------------------------------------------------------------------
 
     def tick(self, lower: int) -> None:
-        """Free what no source may write any more: ``lower`` (tick, ms) is past the grant's end."""
+        """Free what no source may write any more: ``lower`` (tick, ms) is past the grant's end.
+
+        The daemon's outcome may come later. If the session that would have heard it is gone,
+        nobody will tell it any more, and the engine must not wait for ever (case B22).
+        """
         for landing in list(self.by_transfer.values()):
             if landing.grant is None or lower <= landing.until:
                 continue
+            if landing.deaf and not landing.outcome:
+                landing.outcome = "expired"
+                why = landing.finding or _expired(landing)
+                self.events.append(OutcomeEvent(landing.request, landing.transfer, "expired", why))
             if landing.state is LandingState.OPEN:
-                side = Side("arrived", f"{sum(s.done for s in landing.shares.values())} shares")
-                total = Side("sources", str(len(landing.shares)))
-                self.fail(landing, finding(Code.EXPIRED, f"request {landing.request}", side, total))
+                self.fail(landing, _expired(landing))
             for share in landing.shares.values():
                 share.drained = True
             self._settle(landing)
-            self.by_transfer.pop(landing.transfer, None)
+            if landing.outcome:
+                self.by_transfer.pop(landing.transfer, None)
 
     def next_deadline(self) -> int | None:
         """Return the earliest tick (ms) at which a grant has certainly ended."""
-        times = [landing.until for landing in self.by_transfer.values()]
+        times = [
+            landing.until
+            for landing in self.by_transfer.values()
+            if landing.deaf or landing.state is not LandingState.DRAINED
+        ]
         return min(times, default=None)
+
+
+def _expired(landing: Landing) -> Finding:
+    side = Side("arrived", f"{sum(share.done for share in landing.shares.values())} shares")
+    total = Side("sources", str(len(landing.shares)))
+    return finding(Code.EXPIRED, f"request {landing.request}", side, total)
 
 
 def check_pages(pages: Sequence[int], pool: int) -> str:

@@ -47,6 +47,7 @@ class Staged:
 
     __slots__ = (
         "ended",
+        "failed",
         "nbytes",
         "operations",
         "pages",
@@ -71,6 +72,7 @@ class Staged:
         self.transfer = 0
         self.receive_count = 0
         self.ended: set[int] = set()
+        self.failed = False
         self.sending: set[int] = set()
         self.operations = 0
         self.reason = ""
@@ -81,6 +83,19 @@ class Staged:
             msg = f"staged request {self.request} may not go from {self.state} to {to}"
             raise RuntimeError(msg)
         self.state = to
+
+
+class EarlyEnds:
+    """Ends of a transfer whose request is not staged yet: a notice contact sees no grant before."""
+
+    __slots__ = ("at", "grant", "outcomes", "pair")
+
+    def __init__(self, pair: PairLinks, grant: Grant, now: int) -> None:
+        """Begin without an end."""
+        self.pair = pair
+        self.grant = grant
+        self.outcomes: dict[int, str] = {}
+        self.at = now
 
 
 class Presentation:
@@ -134,8 +149,11 @@ class Ledger:
         self.staged: dict[str, Staged] = {}
         self._by_transfer: dict[int, Staged] = {}
         self._parked: dict[tuple[int, int], Presentation] = {}
-        self._early: dict[int, dict[int, int]] = {}
+        self._early: dict[int, EarlyEnds] = {}
         self._done: dict[int, tuple[int, str]] = {}
+        self._delivered: dict[str, tuple[int, int]] = {}
+        """Delivered before it was staged: request -> (transfer, when); a notice contact is late."""
+        self._now = 0
         self.events: list[AgentEvent] = []
         self.sendings: list[Sending] = []
         self.failures: list[tuple[Epochs, int, int, Finding]] = []
@@ -166,18 +184,24 @@ class Ledger:
         if len(self.staged) >= self._max_staged:
             side = Side("this rank", f"{len(self.staged)} requests, {self.staged_bytes} bytes")
             return finding(Code.STAGING_FULL, f"request {request}", side)
+        self._now = max(self._now, now)
         staged = self.staged[request] = Staged(request, held, nbytes, until)
+        if request in self._delivered:
+            staged.transfer, _ = self._delivered.pop(request)
+            self._close(staged, "delivered")
+            return None
         for key, shown in list(self._parked.items()):
             if shown.grant.request == request:
                 del self._parked[key]
                 if wrong := self._accept(shown, staged):
                     self.failures.append((shown.epochs, shown.rank, shown.grant.transfer, wrong))
-        for transfer, ended in list(self._early.items()):
-            if self._by_transfer.get(transfer) is staged:
-                del self._early[transfer]
-                for rank in ended:
-                    self._end(staged, rank)
-        del now
+        for transfer, early in list(self._early.items()):
+            if early.grant.request != request:
+                continue
+            del self._early[transfer]
+            if self._attach(early.grant, early.pair, staged) is None:
+                for rank, outcome in early.outcomes.items():
+                    self._end(staged, rank, outcome)
         return None
 
     # --- destinations ---------------------------------------------------------------------
@@ -238,8 +262,8 @@ class Ledger:
             return "refused", grant.transfer, finding(Code.TRANSFER_UNKNOWN, "transfer", side)
         shown = Presentation(pair, pair.links[rank], grant, counts, now + left)
         staged = self.staged.get(grant.request)
-        if staged is None:
-            return self._park(shown)
+        if staged is None or 0 < staged.transfer < grant.transfer:
+            return self._park(shown)  # a later attempt waits for the end of the one before
         refused = self._accept(shown, staged)
         return "refused" if refused else "accepted", grant.transfer, refused
 
@@ -248,10 +272,14 @@ class Ledger:
         if key not in self._parked and len(self._parked) >= MAX_PARKED:
             side = Side("this rank", f"{len(self._parked)} presentations wait for staging")
             return "refused", shown.grant.transfer, finding(Code.STAGING_FULL, "parked", side)
-        if all(parked.grant.request != shown.grant.request for parked in self._parked.values()):
-            self.events.append(Wanted(shown.grant.request))
+        request = shown.grant.request
+        if request not in self.staged and not self._is_wanted(request):
+            self.events.append(Wanted(request))
         self._parked[key] = shown
         return "parked", shown.grant.transfer, None
+
+    def _is_wanted(self, request: str) -> bool:
+        return any(parked.grant.request == request for parked in self._parked.values())
 
     def _accept(self, shown: Presentation, staged: Staged) -> Finding | None:
         if wrong := self._attach(shown.grant, shown.pair, staged):
@@ -293,7 +321,7 @@ class Ledger:
         return None
 
     def peer_end(
-        self, pair: PairLinks, rank: int, sealed: bytes, now: int
+        self, pair: PairLinks, rank: int, sealed: bytes, now: int, outcome: str = "delivered"
     ) -> tuple[int, Finding | None]:
         """Count a destination rank's end, once; a repeat changes nothing (case B02)."""
         grant = self.check(pair, rank, sealed, data=False)
@@ -303,20 +331,24 @@ class Ledger:
             return grant.transfer, None
         staged = self.staged.get(grant.request)
         if staged is None:
-            early = self._early.setdefault(grant.transfer, {})
+            early = self._early.setdefault(grant.transfer, EarlyEnds(pair, grant, now))
             if len(self._early) > MAX_EARLY:
                 self._early.pop(next(iter(self._early)))
-            early[rank] = now
+            early.outcomes.setdefault(rank, outcome)
             return grant.transfer, None
         if wrong := self._attach(grant, pair, staged):
             return grant.transfer, wrong
-        self._end(staged, rank)
+        self._end(staged, rank, outcome)
         return grant.transfer, None
 
-    def _end(self, staged: Staged, rank: int) -> None:
+    def _end(self, staged: Staged, rank: int, outcome: str) -> None:
+        if rank in staged.ended:
+            return
         staged.ended.add(rank)
+        # All accounted for with one failure is a failure, never a delivery (case B11).
+        staged.failed |= outcome != "delivered"
         if len(staged.ended) >= staged.receive_count:
-            self._close(staged, "delivered")
+            self._close(staged, "failed" if staged.failed else "delivered")
 
     def pair_broken(self, epochs: Epochs) -> None:
         """Forget what a broken pair's destinations had shown; the daemon names outcomes."""
@@ -327,6 +359,7 @@ class Ledger:
 
     def outcome(self, transfer: int, request: str, outcome: str, now: int) -> None:
         """Take the daemon's outcome: the contacts hold the memory no longer."""
+        known = transfer in self._done
         self._done[transfer] = (now, outcome)
         self._early.pop(transfer, None)
         for key in [key for key in self._parked if key[0] == transfer]:
@@ -335,6 +368,8 @@ class Ledger:
         if staged is not None and staged.transfer in {0, transfer}:
             staged.transfer = transfer
             self._close(staged, outcome)
+        elif staged is None and not known and outcome == "delivered":
+            self._delivered[request] = (transfer, now)
 
     def withdraw(self, request: str, reason: str) -> None:
         """Give a request up that no transfer is known of."""
@@ -363,10 +398,15 @@ class Ledger:
             return
         staged.become(StagedState.RELEASED)
         del self.staged[staged.request]
-        self._by_transfer.pop(staged.transfer, None)
-        self.events.append(
-            Released(staged.request, staged.reason, len(staged.ended), staged.receive_count)
-        )
+        if staged.transfer:
+            self._by_transfer.pop(staged.transfer, None)
+            self._done.setdefault(staged.transfer, (self._now, staged.reason))
+        # The daemon names a delivery only when all have ended, so its word counts for the rest.
+        ended = len(staged.ended)
+        ended = staged.receive_count if staged.reason == "delivered" else ended
+        self.events.append(Released(staged.request, staged.reason, ended, staged.receive_count))
+        if self._is_wanted(staged.request):
+            self.events.append(Wanted(staged.request))
 
     def knows(self, transfer: int) -> bool:
         """Whether a staged request belongs to this transfer."""
@@ -376,6 +416,7 @@ class Ledger:
 
     def tick(self, now: int) -> None:
         """End what is too old: parked presentations, and staged requests nobody came for."""
+        self._now = max(self._now, now)
         for key, shown in list(self._parked.items()):
             if now >= shown.until:
                 del self._parked[key]
@@ -389,9 +430,14 @@ class Ledger:
             if now - at < _REMEMBER_MS:
                 break
             del self._done[transfer]
-        for transfer, ended in list(self._early.items()):
-            if now - max(ended.values()) >= _REMEMBER_MS:
-                del self._early[transfer]
+        for transfer, early in list(self._early.items()):
+            if now - early.at < _REMEMBER_MS:
+                break
+            del self._early[transfer]
+        for request, (_, at) in list(self._delivered.items()):
+            if now - at < _REMEMBER_MS:
+                break
+            del self._delivered[request]
 
     def next_deadline(self) -> int | None:
         """Return when (ms) something is too old."""

@@ -118,7 +118,9 @@ class Outstanding:
                 if self._by_id.pop(request.id, None) and request.on_timeout is not None:
                     request.on_timeout(now)
             elif now >= request.due and (ready is None or ready(request)):
-                request.sent = now
+                # Of repeats, the answer may belong to the first: only its time bounds the
+                # answerer's clock from above.
+                request.sent = request.sent or now
                 request.due = now + int(request.interval * self._random.uniform(0.75, 1.25))
                 request.interval = min(request.interval * 2, RETRY_LONGEST)
                 yield request

@@ -14,6 +14,7 @@ from msgspec import Struct
 from rankgate.agents.destination import DestinationSide
 from rankgate.agents.events import AgentEvent, Broken
 from rankgate.agents.linking import (
+    LINK_MS,
     Epochs,
     LinkState,
     PairLinks,
@@ -109,6 +110,7 @@ class RankCore:
     def _fresh(self, void: bool) -> None:  # noqa: FBT001 - the session's word
         """A new session: verdicts come again; grants of another instance or clock are void."""
         self.sealed = None
+        self.destination.table.deafen()
         for pair in self.pairs.values():
             if pair.state is LinkState.READY:
                 pair.state = LinkState.LINKED
@@ -201,7 +203,8 @@ class RankCore:
         if pair.state is LinkState.REJECTED:
             return
         pair.state = LinkState.REJECTED
-        pair.findings = [*pair.findings, *findings]
+        pair.findings = [*pair.verdict.findings, *findings]
+        self.destination.drop(pair, "linking failed")
         self._say_linked(pair, findings, now)
 
     def _say_linked(self, pair: PairLinks, findings: list[Finding], now: int) -> None:
@@ -280,7 +283,10 @@ class RankCore:
         self.destination.tick(now)
         for pair in list(self.pairs.values()):
             if pair.state is LinkState.LINKING and now >= pair.until:
-                self.link_failed(pair, [link_failure(pair)], now)
+                # What may pass is shown and tried on; a refusal would outlive its cause.
+                pair.until = now + LINK_MS
+                pair.findings = [link_failure(pair)]
+                self.refused(0, "", pair.findings[0])
         self._report(now)
 
     def flush(self, now: int) -> None:

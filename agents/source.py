@@ -93,7 +93,9 @@ class SourceSide:
             case Present():
                 self._present(route, message_id, message, pair, key, now)
             case PeerEnd():
-                transfer, found = self.ledger.peer_end(pair, key[1], message.grant, now)
+                transfer, found = self.ledger.peer_end(
+                    pair, key[1], message.grant, now, message.outcome
+                )
                 self.out.append((route, message_id, PeerEnded(transfer=transfer, finding=found)))
                 self._refused(transfer, found)
             case Drain():

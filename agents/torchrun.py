@@ -29,7 +29,7 @@ _ID_BYTES = 16
 class Store(Protocol):
     """The part of torch's Store that agreeing needs."""
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: str) -> None:
         """Write a key."""
         ...
 
@@ -167,13 +167,11 @@ def connect_store(master: tuple[str, int], timeout: float) -> Store:
     Raises:
         SettingError: nothing answers at the address.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = master
     try:
-        return TCPStore(  # type: ignore[no-any-return]
-            host, port, is_master=False, timeout=timedelta(seconds=max(timeout, 1.0))
-        )
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=max(timeout, 1.0)))
     except (RuntimeError, ValueError, OSError) as error:
         raise SettingError(f"torchrun's store at {host}:{port} does not answer: {error}") from error
 
@@ -215,7 +213,7 @@ def agree(
         SettingError: time is up; the text names the ranks that are missing.
     """
     keys = Keys(place.world)
-    store.set(keys.rank(place.rank), incarnation)
+    store.set(keys.rank(place.rank), incarnation.hex())
     if place.rank == 0:
         done = _publisher(store, place, keys, new_token())
     else:
@@ -259,7 +257,7 @@ def _publisher(store: Store, place: Place, keys: Keys, token: bytes) -> Callable
         if len(fresh) < place.world_size:
             return None
         if fresh != published:
-            store.set(keys.record, msgspec.msgpack.encode(Record(token, fresh)))
+            store.set(keys.record, msgspec.json.encode(Record(token, fresh)).decode())
             published = fresh
         return token if _values(store, place, keys.taken)[1:] == fresh[1:] else None
 
@@ -275,7 +273,7 @@ def _taker(
         record = _record(store, keys.record)
         if incarnation not in record.incarnations:
             return None
-        store.set(keys.taken(place.rank), incarnation)
+        store.set(keys.taken(place.rank), incarnation.hex())
         return record.token
 
     return step
@@ -285,14 +283,18 @@ def _record(store: Store, key: str) -> Record:
     if not store.check([key]):
         return Record(b"", [])
     try:
-        return msgspec.msgpack.decode(bytes(store.get(key)), type=Record)
+        return msgspec.json.decode(bytes(store.get(key)), type=Record)
     except msgspec.DecodeError:
         return Record(b"", [])
 
 
 def _values(store: Store, place: Place, key: Callable[[int], str]) -> list[bytes | None]:
     names = [key(rank) for rank in range(place.world_size)]
-    return [bytes(store.get(name)) if store.check([name]) else None for name in names]
+    return [_bytes(store, name) if store.check([name]) else None for name in names]
+
+
+def _bytes(store: Store, name: str) -> bytes:
+    return bytes.fromhex(bytes(store.get(name)).decode())
 
 
 def _too_late(store: Store, place: Place, keys: Keys) -> str:

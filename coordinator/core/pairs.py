@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from typing import cast
 
 from rankgate.coordinator.core.effects import Judge
 from rankgate.coordinator.core.sessions import Session, Sessions
 from rankgate.coordinator.core.settings import Identity
 from rankgate.coordinator.core.tables import PAIR_TABLE, PairState, change
 from rankgate.coordinator.core.turn import Turn
-from rankgate.coordinator.core.verdicts import Judgement, Plan, SideName
+from rankgate.coordinator.core.verdicts import Judgement, Plan, SideName, WorldShape
 from rankgate.coordinator.core.worlds import World, Worlds
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Finding, Side, finding, has_error, ranks_text
@@ -85,6 +86,9 @@ class Pairs:
 
     def world_sealed(self, world: World) -> None:
         """Judge the newly sealed world against every sealed world it may pair with."""
+        for key in [key for key in self.by_name if world.name in key]:
+            if not _may_pair(*(self._worlds.by_name[name] for name in key)):
+                del self.by_name[key]  # it came back with another role or group
         for other in list(self._worlds.by_name.values()):
             for source, destination in ((world, other), (other, world)):
                 if not _may_pair(source, destination):
@@ -115,16 +119,15 @@ class Pairs:
         ]
 
     def _ask(self, pair: Pair, source: World, destination: World) -> None:
-        if source.shape is None or destination.shape is None:
-            return
-        key = (source.shape.digest, destination.shape.digest)
+        ours, theirs = cast("tuple[WorldShape, WorldShape]", (source.shape, destination.shape))
+        key = (ours.digest, theirs.digest)
         judgement = self._judgements.get(key)
         if judgement is not None:
             self._judgements.move_to_end(key)
             self._deliver(pair, source, destination, judgement)
             return
         if not self._asked[key]:
-            self._turn.effects.append(Judge(source.shape, destination.shape))
+            self._turn.effects.append(Judge(ours, theirs))
         self._asked[key].add(pair.name)
 
     def reached(self, key: tuple[bytes, bytes], judgement: Judgement) -> None:
@@ -136,6 +139,8 @@ class Pairs:
             source, destination = (self._worlds.by_name.get(part) for part in name.split(":"))
             if source is None or destination is None or not (source.sealed and destination.sealed):
                 continue
+            if not _may_pair(source, destination):
+                continue
             shapes = (source.shape, destination.shape)
             if tuple(shape.digest if shape else b"" for shape in shapes) == key:
                 pair = self.by_name[source.name, destination.name]
@@ -143,8 +148,6 @@ class Pairs:
 
     def _deliver(self, pair: Pair, source: World, destination: World, judgement: Judgement) -> None:
         epochs = (source.epoch, destination.epoch)
-        if pair.state is not PairState.WAITING and pair.epochs == epochs:
-            return
         self._become_waiting(pair)
         pair.epochs = epochs
         self.by_epochs[epochs] = pair
@@ -420,9 +423,7 @@ class Pairs:
 
     def _everyone(self, pair: Pair) -> Iterator[Session]:
         for name in (pair.source, pair.destination):
-            world = self._worlds.by_name.get(name)
-            if world is not None:
-                yield from world.members()
+            yield from self._worlds.by_name[name].members()
 
 
 def _may_pair(source: World, destination: World) -> bool:

@@ -221,7 +221,7 @@ class Worlds:
             return
         if world.sealed is None:
             self._seal(world, forming)
-        elif world.sealed is not forming:
+        else:
             self.probe(world, lambda alive: self._after_probe(world, forming, alive=alive))
 
     def _all_live(self, forming: Round) -> bool:
@@ -242,14 +242,13 @@ class Worlds:
         if waiting is not None:
             waiting.append(then)
             return
-        asked = [session for session in world.members() if session.peer is not None]
+        asked = [peer for session in world.members() if (peer := session.peer) is not None]
         waiting = self._probes[world.name] = [then]
         if not asked:
             self._resolve(world, alive=False)
             return
-        for session in asked:
-            if session.peer is not None:
-                self._turn.effects.append(Send(session.peer, 0, Probe()))
+        for peer in asked:
+            self._turn.effects.append(Send(peer, 0, Probe()))
         self._turn.deadlines.at(
             self._turn.now + self._settings.probe, lambda: self._probe_over(world, waiting)
         )
@@ -268,17 +267,16 @@ class Worlds:
         waiting = self._probes.pop(world.name, [])
         if waiting and not alive and world.sealed is not None:
             side = Side(f"older round {world.sealed.token.hex()[:8]}", "no answer to a probe")
-            self._break(world, finding(Code.WORLD_BROKEN, f"world {world.name}", side), void=True)
+            found = finding(Code.WORLD_BROKEN, f"world {world.name}", side)
+            self._break(world, world.sealed, found, void=True)
         for then in waiting:
             then(alive)
 
     def _after_probe(self, world: World, forming: Round, *, alive: bool) -> None:
-        if alive:
+        if alive:  # else breaking the older round has considered this one
             forming.findings = [self.in_use(world, forming)]
             forming.told = _said(forming.findings)
             self._tell(world, forming)
-        elif world.sealed is None and world.rounds.get(forming.token) is forming:
-            self._consider(world, forming)
 
     def in_use(self, world: World, newcomer: Round | None, host: str = "") -> Finding:
         """Return the finding that another live round holds the name (RG108)."""
@@ -364,7 +362,7 @@ class Worlds:
         found = finding(Code.WORLD_BROKEN, f"world {world.name}", side)
         left.remove(session)
         if world.sealed is left:
-            self._break(world, found, lost=[session])
+            self._break(world, left, found, lost=[session])
         if not left.members:
             world.rounds.pop(left.token, None)
             if session.left and not world.rounds:
@@ -382,11 +380,15 @@ class Worlds:
         self.on_forgotten(world)
 
     def _break(
-        self, world: World, found: Finding, *, lost: list[Session] | None = None, void: bool = False
+        self,
+        world: World,
+        broken: Round,
+        found: Finding,
+        *,
+        lost: list[Session] | None = None,
+        void: bool = False,
     ) -> None:
-        broken = world.sealed
-        if broken is None:
-            return
+        """End the seal of ``broken``, the sealed round; ``void`` ends its sessions as well."""
         world.state = change(WORLD_TABLE, world.state, WorldState.FORMING)
         world.since = self._turn.now
         world.sealed = None
@@ -441,7 +443,7 @@ class Worlds:
         forming.overdue = True
         if len(forming.members) == forming.size:
             self._tell(world, forming)  # all are there, but not all alive
-        elif forming.members:
+        else:
             self._consider(world, forming)
 
     def _refuse(self, world: World, findings: list[Finding]) -> None:

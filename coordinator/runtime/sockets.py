@@ -26,9 +26,15 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def make_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """Return an unbound ROUTER that says when a peer is gone or full instead of dropping."""
+    """Return an unbound ROUTER that says when a peer is gone or full instead of dropping.
+
+    It sends no ZMTP heartbeats of its own: when a peer has filled its queue (RCVHWM) and its
+    connection then breaks before that is read, libzmq's heartbeat timer runs into an assertion and
+    aborts the whole process (libzmq issue 4364, seen with 4.3.5). Silent peers are noticed all the
+    same: their own heartbeats carry a time to live, after which libzmq drops the connection.
+    """
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    configure_socket(router)
+    configure_socket(router, heartbeat_ivl=0)
     router.router_mandatory = True
     return router
 

@@ -20,7 +20,7 @@ def of(struct: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return _of(inspect.type_info(struct))
 
 
-def _of(info: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911, C901 - one line a type
+def _of(info: inspect.Type) -> st.SearchStrategy[Any]:
     match info:
         case inspect.IntType(ge=low, le=high):
             return st.integers(0 if low is None else low, (1 << 64) - 1 if high is None else high)

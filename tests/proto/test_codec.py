@@ -85,7 +85,7 @@ def test_every_message_survives_the_wire(drawn: tuple[Kind, Any], number: int) -
     frames = encode(message, number)
     assert len(frames[0]) == HEADER_BYTES == 12
     assert decode(frames) == (Header(1, kind, number), message)
-    assert decode([*map(memoryview, frames), b"raw"])[1] == message  # type: ignore[list-item]
+    assert decode([*frames, b"raw"])[1] == message
 
 
 @given(any_message())
@@ -215,7 +215,7 @@ BAD_BODIES: dict[str, bytes] = {
     "Ext deep": msgpack.packb({**HELLO, "x": [{"y": [msgpack.ExtType(9, b"....")]}]}),
     "NaN": msgpack.packb({**HELLO, "x": float("nan")}),
     "inf": msgpack.packb({**HELLO, "x": [float("-inf")]}),
-    "number as key": msgpack.packb({**HELLO, 5: 1}),
+    "number as key": msgpack.packb(dict([*HELLO.items(), (5, 1)])),
     "too deep": msgpack.packb({**HELLO, "x": nested(MAX_DEPTH)}),
     "far too deep": msgpack.packb({**HELLO, "x": 0})[:-1] + b"\x91" * 100_000 + b"\x00",
     "long array": msgpack.packb({**HELLO, "x": [0] * ((1 << 16) + 1)}),
@@ -351,13 +351,16 @@ def test_C08_batches_are_bounded() -> None:
 
 def never_more_than_a_wire_error(frames: list[bytes]) -> None:
     """Decode; the only exception is WireError, and its answer can be sent and read."""
+    error: WireError | None = None
     try:
         seen, message = decode(frames)
-    except WireError as error:
-        assert decode(encode(error.answer, error.id))[1] == error.answer
-        assert len(error.text) < MAX_TEXT
+    except WireError as caught:
+        error = caught
     else:
         assert decode(encode(message, seen.id))[1] == message
+    if error is not None:
+        assert decode(encode(error.answer, error.id))[1] == error.answer
+        assert len(error.text) < MAX_TEXT
 
 
 @given(st.lists(st.binary(max_size=64), max_size=3))
@@ -382,7 +385,9 @@ _LEAVES = (
 )
 _VALUES = st.recursive(
     _LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -428,7 +433,9 @@ def test_blobs_travel_like_bodies(metadata: Metadata) -> None:
     assert decode_blob(encode_blob(metadata), Metadata) == metadata
 
 
-@pytest.mark.parametrize("blob", [b"", b"\xc1", b"\x80", encode_blob(Region(group="g", part="k", layer=0, length=1))])
+@pytest.mark.parametrize(
+    "blob", [b"", b"\xc1", b"\x80", encode_blob(Region(group="g", part="k", layer=0, length=1))]
+)
 def test_a_broken_blob_is_a_wire_error(blob: bytes) -> None:
     """Never anything else."""
     with pytest.raises(WireError) as caught:

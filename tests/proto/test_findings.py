@@ -48,7 +48,14 @@ def test_F09_every_code_is_documented_and_its_message_says_everything(code: Code
     found = finding(
         code, "kv[full].dtype", Side("prefill p rank 0", "a-value"), Side("decode d", "b-value")
     )
-    for word in ("kv[full].dtype", "a-value", "b-value", "prefill p rank 0", "decode d", code.title):
+    for word in (
+        "kv[full].dtype",
+        "a-value",
+        "b-value",
+        "prefill p rank 0",
+        "decode d",
+        code.title,
+    ):
         assert word in found.message
     assert (found.code, found.slug, found.hint) == (code.id, code.slug, code.hint)
     assert found.retryable is code.retryable

@@ -23,7 +23,7 @@ SIZES = st.integers(1, 96)
 
 @given(SIZES, SIZES)
 def test_A06_the_ranks_cover_the_heads_evenly(total: int, tp: int) -> None:
-    """Every head is held by equally many ranks, in order; or the sizes are refused, never rounded."""
+    """Every head has equally many holders, in order; other sizes are refused, never rounded."""
     if total % tp and tp % total:
         for rank in (0, tp - 1):
             with pytest.raises(GeometryError, match=f"{total} KV heads .* tp_size {tp}"):
@@ -43,7 +43,9 @@ def test_impossible_shards_are_refused(total: int, tp: int, rank: int) -> None:
         heads_of_rank(total, tp, rank)
 
 
-@given(st.tuples(st.integers(0, 9), st.integers(0, 9)), st.tuples(st.integers(0, 9), st.integers(0, 9)))
+@given(
+    st.tuples(st.integers(0, 9), st.integers(0, 9)), st.tuples(st.integers(0, 9), st.integers(0, 9))
+)
 def test_overlaps_are_those_of_sets(one: tuple[int, int], two: tuple[int, int]) -> None:
     """Overlap is set intersection, both ways."""
     first, second = Interval(*sorted(one)), Interval(*sorted(two))

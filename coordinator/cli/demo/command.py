@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from rankgate.coordinator.cli.demo.faults import FAULTS, RANK_MISSING
+from rankgate.coordinator.cli.demo.faults import DEAD_RANK, FAULTS, RANK_MISSING
 from rankgate.coordinator.cli.demo.job import Job
 from rankgate.coordinator.cli.demo.model import (
     CacheModel,
@@ -99,6 +99,10 @@ def _job(options: dict[str, Any]) -> Job:
             raise click.UsageError(f"--{flag.replace('_', '-')}: {error}") from error
     if options["fault"] == RANK_MISSING and options["decode_tp"] < 2:  # noqa: PLR2004 - one stays
         raise click.UsageError("--break rank-missing needs --decode-tp of at least 2; got 1")
+    if options["fault"] == DEAD_RANK and options["requests"] < 4:  # noqa: PLR2004 - it dies amid them
+        raise click.UsageError(
+            f"--break dead-rank needs --requests of at least 4; got {options['requests']}"
+        )
     seed = options["seed"]
     return Job(
         daemon="",

@@ -113,8 +113,12 @@ class Result(Struct, kw_only=True):
     """Bytes in pages that belong to no request and should be zero."""
     staged_left: int = 0
     landing_left: int = 0
-    early_releases: int = 0
-    """Requests released before receive_count ranks had ended."""
+    released_at_count: int = 0
+    """Delivered requests released when exactly receive_count ranks had ended."""
+    released_by_outcome: int = 0
+    """Delivered requests whose outcome overtook the last rank's end."""
+    released_otherwise: int = 0
+    """Delivered requests released at any other count; there must be none."""
     findings: list[Finding] = []
     seconds: dict[str, float] = {}
 

@@ -88,7 +88,8 @@ class Show:
     def _rate(self, count: int) -> str:
         if self._began is None:
             return ""
-        return f"{count / 1e6 / max(time.monotonic() - self._began, 0.1):.0f} MB/s verified"
+        rate = count / 1e6 / max(time.monotonic() - self._began, 0.1)
+        return f"{rate:.1f} MB/s verified"
 
     def _picture(self) -> RenderableType:
         return Group(*self._lines, self._bar)

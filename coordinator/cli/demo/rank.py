@@ -61,6 +61,8 @@ def main() -> None:
         raise
     finally:
         journal.close()
+    # All is written and closed; torch's own way out would cost each rank half a second.
+    os._exit(0)
 
 
 class RankRun:
@@ -90,7 +92,7 @@ class RankRun:
         try:
             self._journal.write("registered")
             if (pair := self._pair(agent)) is not None:
-                self._note_counts(agent, pair)
+                self._note_counts(pair)
                 self._stream(agent)
             self._await_finish(agent)
             self._note_stats(agent)
@@ -150,17 +152,17 @@ class RankRun:
         self._result.findings = findings
         self._journal.write("refused", findings=msgspec.to_builtins(findings))
 
-    def _note_counts(self, agent: RankAgent, pair: Pair) -> None:
-        sealed = agent.world
+    def _note_counts(self, pair: Pair) -> None:
         counts = Counts(
             source_epoch=pair.source_epoch,
             destination_epoch=pair.destination_epoch,
-            world_receive_count=sealed.receive_count,
+            world_receive_count=pair.world_receive_count,
             receive_count=pair.receive_count,
             send_count=pair.send_count,
         )
         self._result.counts = counts
-        self._journal.write("ready", counts=msgspec.to_builtins(counts), epoch=sealed.epoch)
+        mine = pair.source_epoch if self._world == PREFILL else pair.destination_epoch
+        self._journal.write("ready", counts=msgspec.to_builtins(counts), epoch=mine)
 
     def _stream(self, agent: RankAgent) -> None:
         began = time.monotonic()
@@ -183,7 +185,13 @@ class RankRun:
             time.sleep(IDLE_SECONDS)
 
     def _note_stats(self, agent: RankAgent) -> None:
-        """Take the transport's own numbers."""
+        """Take the agent's own numbers."""
+        stats = agent.stats()
+        sent = self._world == PREFILL
+        self._result.bytes_moved = stats.bytes_sent if sent else stats.bytes_received
+        self._result.staged_left += stats.staged
+        self._result.landing_left = stats.landing
+        self._result.seconds |= stats.seconds
 
     def _left(self) -> float:
         return max(0.0, self._job.deadline - time.monotonic())

@@ -16,6 +16,7 @@ from rankgate.coordinator.cli.demo import faults
 from rankgate.coordinator.cli.demo.faults import Evidence
 from rankgate.coordinator.cli.demo.job import DECODE, PREFILL, Job, Result
 from rankgate.coordinator.cli.tables import short_ranks, size
+from rankgate.proto.findings import ranks_text
 from rankgate.proto.views import PairView
 
 REPORT_SCHEMA: Final = 1
@@ -83,8 +84,8 @@ def _problems(evidence: Evidence, pairs: Sequence[PairView]) -> list[str]:
         if result.staged_left or result.landing_left:
             left = f"{result.staged_left} requests staged and {result.landing_left} landing"
             found.append(f"{name}: {left} at the end; expected none")
-        if result.early_releases:
-            found.append(f"{name}: {result.early_releases} released before receive_count")
+        if result.released_otherwise:
+            found.append(f"{name}: {result.released_otherwise} released at another count")
     if job.fault == faults.DEAD_RANK:
         return found + faults.missing_recovery(evidence) + _disagreements(results, pairs)
     if job.fault:
@@ -143,6 +144,8 @@ def _rank(result: Result) -> dict[str, Any]:
         "bytes_moved": result.bytes_moved,
         "bytes_verified": result.bytes_verified,
         "mismatched_bytes": result.mismatched_bytes + result.stray_bytes,
+        "released_at_count": result.released_at_count,
+        "released_by_outcome": result.released_by_outcome,
         "staged_left": result.staged_left,
         "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
     }
@@ -236,7 +239,7 @@ def _verdict(report: dict[str, Any]) -> str:
 
 def _ranks_table(report: dict[str, Any]) -> Table:
     """Return one line for all ranks of a world that have the same numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name, side in (
         ("world", "left"),
         ("epoch", "left"),
@@ -248,7 +251,7 @@ def _ranks_table(report: dict[str, Any]) -> Table:
         ("wrong", "right"),
         ("staged", "right"),
     ):
-        table.add_column(name, justify="left" if side == "left" else "right", overflow="fold")
+        table.add_column(name, justify="left" if side == "left" else "right", no_wrap=True)
     for world in report["worlds"]:
         epochs = " → ".join(str(epoch) for epoch in world["epochs"]) or str(world["epoch"] or "-")
         alike: dict[tuple[str, ...], list[int]] = {}
@@ -289,6 +292,14 @@ def _totals(report: dict[str, Any]) -> Table:
         f"{requests['delivered']} of {requests['total']} delivered"
         + (f", {again} failed first and were repeated" if again else ""),
     )
+    sources = [rank for world in report["worlds"] for rank in world["ranks"]]
+    at_count = sum(rank["released_at_count"] for rank in sources)
+    by_outcome = sum(rank["released_by_outcome"] for rank in sources)
+    table.add_row(
+        "released",
+        f"{at_count} at receive_count"
+        + (f", {by_outcome} whose outcome came before the last end" if by_outcome else ""),
+    )
     table.add_row("bytes verified", f"{report['bytes']} ({size(report['bytes'])})")
     table.add_row("mismatched bytes", str(report["mismatched_bytes"]))
     table.add_row("staged left", str(report["staged_left"]))
@@ -307,6 +318,15 @@ def _print_refusal(refusal: dict[str, Any], console: Console) -> None:
     for side in refusal["sides"]:
         table.add_row("value", Text.assemble((side["value"], "bold"), f"  {side['who']}"))
     table.add_row("hint", Text(refusal["hint"]))
-    seen = list(refusal["seen_by"]) + (["rankgate status"] if refusal["in_status"] else [])
+    seen = _grouped(refusal["seen_by"]) + (["rankgate status"] if refusal["in_status"] else [])
     table.add_row("seen by", Text(", ".join(seen) or "nobody"))
     console.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _grouped(names: Sequence[str]) -> list[str]:
+    """Return ``WORLD rank R`` names with the ranks of a world put together."""
+    worlds: dict[str, list[int]] = {}
+    for name in names:
+        world, _, rank = name.partition(" rank ")
+        worlds.setdefault(world, []).append(int(rank))
+    return [f"{world} {ranks_text(ranks)}" for world, ranks in worlds.items()]

@@ -185,10 +185,14 @@ class Run:
             raise DemoError(self._where(self._watch.error))
         for name, program in self._running.items():
             if program.exit_code is not None:
-                text = f"{name} ended early with exit code {program.exit_code}:\n{program.tail()}"
-                raise DemoError(self._where(text))
+                raise self._ended_badly(name, program)
         if time.monotonic() > self.job.deadline:
             raise DemoError(self._where("the time is up; see --timeout"))
+
+    def _ended_badly(self, name: str, program: Program) -> DemoError:
+        self._watch.read()
+        text = f"{name} ended with exit code {program.exit_code}"
+        return DemoError(self._where(f"{text}: {self._watch.error}\n{program.tail()}"))
 
     def _where(self, text: str) -> str:
         notes = ", ".join(
@@ -208,8 +212,7 @@ class Run:
             if not program.wait(self.job.deadline):
                 raise DemoError(self._where(f"{world} does not end"))
             if program.exit_code:
-                text = f"{world} ended with exit code {program.exit_code}:\n{program.tail()}"
-                raise DemoError(self._where(text))
+                raise self._ended_badly(world, program)
         self._running["daemon"].signal(signal.SIGTERM)
         self._seconds["leave"] = time.monotonic() - began
 

@@ -10,12 +10,14 @@ from typing import Final
 from rankgate.agents.agent import RankAgent
 from rankgate.agents.errors import StageError
 from rankgate.agents.events import AgentEvent, Released, Wanted
+from rankgate.coordinator.cli.demo import faults
 from rankgate.coordinator.cli.demo.caches import Caches
 from rankgate.coordinator.cli.demo.job import Folder, Job, Journal, Result
 from rankgate.coordinator.cli.demo.pool import PagePool
 
 IDLE_SECONDS: Final = 0.002
 STAGE_TTL_SECONDS: Final = 60.0
+SLOW_SECONDS: Final = 0.05
 
 
 class Source:
@@ -37,10 +39,11 @@ class Source:
         self._outcomes: Counter[str] = Counter()
         self._staged: dict[str, list[int]] = {}
         self._seen: set[str] = set()
+        self._slow = job.fault == faults.DEAD_RANK
 
     def run(self, folder: Folder, journal: Journal, *, ahead: bool) -> None:
         """Serve until the demo says that all is over and nothing is staged any more."""
-        order = iter(range(self._job.requests) if ahead else ())
+        order = iter(range(self._ahead()) if ahead else ())
         try:
             while not self._over(folder):
                 before = len(self._staged)
@@ -56,6 +59,13 @@ class Source:
             self._result.outcomes = dict(self._outcomes)
             self._result.staged_left = len(self._staged)
 
+    def _ahead(self) -> int:
+        """Return how many requests to stage in order; a source that is to die stops short of all.
+
+        So it dies while requests are under way, however fast this machine is.
+        """
+        return self._job.requests * 3 // 4 if self._slow else self._job.requests
+
     def _over(self, folder: Folder) -> bool:
         late = time.monotonic() > self._job.deadline
         return late or (not self._staged and folder.finished)
@@ -65,6 +75,8 @@ class Source:
         if len(self._staged) >= self._job.concurrency:
             return False
         index = next((i for i in order if self._job.request(i) not in self._seen), None)
+        if self._slow and index is not None:
+            time.sleep(SLOW_SECONDS)
         return index is not None and self._stage(index)
 
     def _stage(self, index: int) -> bool:
@@ -89,8 +101,21 @@ class Source:
                 self._stage(self._job.index_of(event.request))
         elif isinstance(event, Released):
             self._outcomes[event.reason] += 1
-            if event.reason == "delivered" and event.ended != event.receive_count:
-                self._result.early_releases += 1
+            if event.reason == "delivered":
+                self._note_release(event)
             pages = self._staged.pop(event.request)
             self._caches.wipe(pages)
             self._pool.give(pages)
+
+    def _note_release(self, event: Released) -> None:
+        """Note at which count a delivered request came back.
+
+        The daemon's outcome may overtake the last destination's own end: it says the same.
+        """
+        counts = self._result.counts
+        if counts is not None and event.receive_count == event.ended == counts.receive_count:
+            self._result.released_at_count += 1
+        elif event.ended < event.receive_count:
+            self._result.released_by_outcome += 1
+        else:
+            self._result.released_otherwise += 1

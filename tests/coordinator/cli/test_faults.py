@@ -127,7 +127,7 @@ def test_a_clean_run_is_exit_0(tmp_path: Path, views: SimpleNamespace) -> None:
         ({"stray_bytes": 2}, "2 bytes lie in pages of no request"),
         ({"staged_left": 1}, "1 requests staged and 0 landing"),
         ({"landing_left": 1}, "0 requests staged and 1 landing"),
-        ({"early_releases": 1}, "1 released before receive_count"),
+        ({"released_otherwise": 1}, "1 released at another count"),
         ({"outcomes": {"delivered": 2, "expired": 1}}, "2 of 3 requests delivered"),
         ({"counts": None}, "was never told its counts"),
     ],

@@ -202,12 +202,12 @@ class Job:
         return replace(self, **changes)
 
 
-def prefill(name: str = "p", **fields: Any) -> Job:  # noqa: ANN401 - fields of Job
+def prefill(name: str = "p", /, **fields: Any) -> Job:  # noqa: ANN401 - fields of Job
     """Return a prefill job."""
     return Job(name=name, role="prefill", **fields)
 
 
-def decode(name: str = "d", **fields: Any) -> Job:  # noqa: ANN401 - fields of Job
+def decode(name: str = "d", /, **fields: Any) -> Job:  # noqa: ANN401 - fields of Job
     """Return a decode job."""
     return Job(name=name, role="decode", **fields)
 
@@ -264,9 +264,7 @@ class Agent:
         """Register the descriptor; return the answer, or None if it is still open."""
         self.last_id, answers = self.bench.request(
             self,
-            Register(
-                incarnation=self.incarnation, round=self.token, descriptor=self.descriptor
-            ),
+            Register(incarnation=self.incarnation, round=self.token, descriptor=self.descriptor),
         )
         return self.registered(answers)
 
@@ -327,7 +325,11 @@ class Agent:
     # --- requests ---------------------------------------------------------------------------
 
     def link(
-        self, verdict: Verdict | None = None, *, claims: Sequence[Claim] = (), **changes: Any  # noqa: ANN401 - fields of Linked
+        self,
+        verdict: Verdict | None = None,
+        *,
+        claims: Sequence[Claim] = (),
+        **changes: Any,  # noqa: ANN401 - fields of Linked
     ) -> Struct:
         """Report that all links of the last verdict stand."""
         said = verdict or self.last(Verdict)
@@ -386,6 +388,10 @@ class Agent:
     def leave(self, reason: str = "") -> Struct:
         """Leave on purpose."""
         return self.ask(Leave(session=self.session, reason=reason))
+
+    def cut_off(self) -> str:
+        """Return why the daemon cut it off, or nothing."""
+        return self.cut
 
     def drop(self, reason: str = "host unreachable") -> None:
         """Lose the connection."""
@@ -559,23 +565,21 @@ class Bench:
             if self.now == pace:
                 for agent in beaters:
                     if agent.peer in self.peers and agent.session:
-                        self.request(
-                            agent, Heartbeat(session=agent.session, acked=agent.taken)
-                        )
+                        self.request(agent, Heartbeat(session=agent.session, acked=agent.taken))
             self.step(ClockTicked())
 
     # --- worlds -----------------------------------------------------------------------------
 
-    def agents(self, job: Job, token: str = "r1", life: str = "") -> list[Agent]:
+    def agents(self, job: Job, of_round: str = "r1", life: str = "") -> list[Agent]:
         """Return one process per rank of a job, none of which has said anything."""
-        token_bytes = id16("round", job.name, token)
+        token = id16("round", job.name, of_round)
         return [
-            Agent(self, job.describe(rank), token_bytes, life or token) for rank in range(job.size)
+            Agent(self, job.describe(rank), token, life or of_round) for rank in range(job.size)
         ]
 
-    def seal(self, job: Job, token: str = "r1", life: str = "") -> list[Agent]:
+    def seal(self, job: Job, of_round: str = "r1", life: str = "") -> list[Agent]:
         """Let all ranks of a job join."""
-        agents = self.agents(job, token, life)
+        agents = self.agents(job, of_round, life)
         for agent in agents:
             agent.join()
         return agents

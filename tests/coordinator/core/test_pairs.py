@@ -91,6 +91,7 @@ def test_A02_a_rejected_pair_is_told_to_both_sides_with_all_findings_before_any_
     """Page size and dtype differ: every rank of both worlds hears both, with both values."""
     bench = Bench()
     agents = everyone(bench, prefill(tp=2, page_size=2), decode(page_size=4, dtype="float16"))
+    found = {}
     for agent in agents:
         verdict = agent.last(Verdict)
         assert not verdict.accepted
@@ -160,6 +161,9 @@ def test_warnings_and_counts_stand_in_the_pair_view() -> None:
     assert counts["destination", 3] == (0, 1, True)
     assert (row.linked, row.ranks) == (2, 6)
     assert row.waiting_for == ["p rank 1 to link", "d ranks 0-2 to link"]
+    ours[1].link()
+    row = (bench.query("pairs").pairs or [])[0]
+    assert row.waiting_for == ["d ranks 0-2 to link"]
 
 
 # --- judging -------------------------------------------------------------------------------------
@@ -230,6 +234,26 @@ def test_a_judgement_for_a_world_that_is_gone_is_kept_for_later(lost: str) -> No
     assert bench.judged == 1
 
 
+@pytest.mark.parametrize("how", ["left", "crashed"])
+def test_a_judgement_for_a_world_that_came_back_in_another_group_is_for_nobody(how: str) -> None:
+    """Same name and shape under another label: no verdict, no pair that waits for ever."""
+    bench = Bench(judging=False)
+    (ours,), (theirs,) = bench.seal(prefill()), bench.seal(decode())
+    if how == "left":
+        theirs.leave()
+    else:
+        theirs.drop()
+        bench.wait(bench.settings.resume, beating=[ours])
+    (back,) = bench.seal(decode(group="x"), "r2")
+    bench.answer(bench.asked[0])
+    assert not ours.told(Verdict)
+    assert not back.told(Verdict)
+    assert bench.core.pairs.by_name == {}
+    status = bench.query("status").status
+    assert status is not None
+    assert status.healthy
+
+
 def test_a_judgement_that_comes_twice_is_given_once() -> None:
     """A repeated VerdictReached tells nobody anything twice."""
     bench = Bench(judging=False)
@@ -275,7 +299,7 @@ def test_the_pair_is_ready_when_every_rank_has_linked_and_not_before() -> None:
 
 
 def test_seed_1_a_wrong_claim_is_refused_while_linking_and_both_worlds_are_told() -> None:
-    """'Inconsistent receive_count: registered 4, got 2' is a refusal that names rank and numbers."""
+    """'Inconsistent receive_count: registered 4, got 2' is a refusal with rank and numbers."""
     bench = Bench()
     agents = everyone(bench, prefill(tp=2), decode(tp=4))
     (found,) = rejected(agents[1].link(claims=[Claim(count="world_receive_count", value=2)]))
@@ -446,7 +470,7 @@ def test_C23_after_a_restart_nothing_is_granted_until_everybody_linked_again() -
     before = theirs[0].last(WorldSealed).epoch
     bench.restart()
     for agent in (*ours, *theirs):
-        assert agent.join()
+        agent.join()
     assert theirs[0].last(WorldSealed).epoch == before
     assert theirs[0].open("r1").finding.slug == "pair_not_ready"  # type: ignore[union-attr]
     bench.link(*ours, *theirs)

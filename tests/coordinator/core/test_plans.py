@@ -1,4 +1,4 @@
-"""Contacts, counts and byte ranges: the rows of the design, the engines' formulas, a dumb oracle."""
+"""Contacts, counts and byte ranges: the design's rows, the engines' formulas, a dumb oracle."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _grid() -> list[tuple[int, int, int]]:
         for source in sizes
         for destination in sizes
         if max(source, destination) % min(source, destination) == 0
-        for heads in (1, 2, 3, 4, 6, 8, 12, 16, 64)
+        for heads in (2, 4, 8, 12, 64)
         if all(heads % size == 0 or size % heads == 0 for size in (source, destination))
     ]
 
@@ -241,7 +241,9 @@ def written(
             assert ours is not None
             assert theirs is not None
             dim = ours.head_dim if piece.part == "k" else ours.v_head_dim
-            held = heads_of_rank(ours.total_heads, source.layout.tp, contact.source % source.layout.tp)
+            held = heads_of_rank(
+                ours.total_heads, source.layout.tp, contact.source % source.layout.tp
+            )
             page = page_of(ours, held, dim)
             assert piece.layers >= 1
             for i in range(piece.layers):
@@ -336,7 +338,7 @@ def test_engine_plans_write_every_needed_byte_and_replicas_agree(both: tuple[Job
 
 @given(jobs())
 def test_all_counts_are_those_of_the_one_relation(both: tuple[Job, Job]) -> None:
-    """Counts count contacts; every source is told by someone; both orders list the same contacts."""
+    """Counts count contacts; every source is told; both orders list the same contacts."""
     plan = plan_of(*both)
     assert len(plan.by_source) == both[0].slots
     assert len(plan.by_destination) == both[1].slots
@@ -388,8 +390,6 @@ def test_layers_are_matched_by_id_and_run_together() -> None:
 def test_a_source_that_holds_no_group_is_told_by_somebody() -> None:
     """A rank without any cache in common still hears that the request is over (contacts exist)."""
     ours = prefill(pp=2, layers=[[0, 1], [2, 3]])
-    members = ours.members()
-    bare = {rank: member for rank, member in members.items()}
     shape = ours.shape()
     empty = WorldShape(
         role=shape.role,
@@ -405,7 +405,6 @@ def test_a_source_that_holds_no_group_is_told_by_somebody() -> None:
     plan = make_plan(empty, target, "native")
     assert plan.receive_counts == (1, 1)
     assert kinds(plan) == ["data", "notice"]
-    assert len(bare) == 2
 
 
 def test_worlds_without_any_cache_still_meet() -> None:

@@ -272,7 +272,11 @@ def test_a_pair_is_rejected_with_field_values_and_ranks(
 ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("equal", {}, {}),
     ("A01 fp8 on both sides", {"dtype": "float8_e4m3fn"}, {"dtype": "float8_e4m3fn"}),
-    ("A03 fp32 state on both", {"state": [state("M", dtype="float32")]}, {"state": [state("M", dtype="float32")]}),
+    (
+        "A03 fp32 state on both",
+        {"state": [state("M", dtype="float32")]},
+        {"state": [state("M", dtype="float32")]},
+    ),
     ("A05 tp2 to tp1 of a GQA model", {"tp": 2}, {"tp": 1}),
     ("A06 two heads over tp 4 against tp 1", {"tp": 4, "heads": 2}, {"heads": 2}),
     ("A09 tp2 to tp4", {"tp": 2}, {"tp": 4}),
@@ -280,7 +284,11 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("A09 tp8 to tp16 with 8 heads", {"tp": 8}, {"tp": 16}),
     ("A15 pools of other sizes", {"pages": 113}, {"pages": 211}),
     ("A15 the reverse", {"pages": 211}, {"pages": 113}),
-    ("A16 equal kernel blocks", {"page_size": 64, "state": [state("M")]}, {"page_size": 64, "state": [state("M")]}),
+    (
+        "A16 equal kernel blocks",
+        {"page_size": 64, "state": [state("M")]},
+        {"page_size": 64, "state": [state("M")]},
+    ),
     ("A18 both NHD, sliced", {"page_layout": "NHD", "tp": 2}, {"page_layout": "NHD"}),
     ("A21 stages of a pipeline", {"pp": 2, "layers": [[0, 1], [2, 3]]}, {"layers": [[0, 1, 2, 3]]}),
     ("A21 another order", {"layers": [[3, 1, 2, 0]]}, {"layers": [[0, 1, 2, 3]]}),
@@ -288,13 +296,21 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("A31 latents tp4 to tp2", {"tp": 4, "kind": "mla"}, {"tp": 2, "kind": "mla"}),
     ("A31 latents tp3 to tp5", {"tp": 3, "kind": "mla"}, {"tp": 5, "kind": "mla"}),
     ("A31 tp16 to tp16 dp4", {"tp": 16, "kind": "mla"}, {"tp": 4, "dp": 4, "kind": "mla"}),
-    ("A34 components in another order", {"state": [state("SWA"), state("M")]}, {"state": [state("M"), state("SWA")]}),
+    (
+        "A34 components in another order",
+        {"state": [state("SWA"), state("M")]},
+        {"state": [state("M"), state("SWA")]},
+    ),
     ("A38 tp1 to tp2", {"tp": 1}, {"tp": 2}),
     ("A40 other dp sizes", {"dp": 4}, {"dp": 8}),
     ("sizes that do not divide, native", {"tp": 4, "heads": 12}, {"tp": 6, "heads": 12}),
     ("KV groups in another order", {"groups": ["a", "b"]}, {"groups": ["b", "a"]}),
     ("other hosts", {"host": "a"}, {"host": "b"}),
-    ("vLLM P < D", {"tp": 2, "heads": 2, "profile": "vllm"}, {"tp": 4, "heads": 2, "profile": "vllm"}),
+    (
+        "vLLM P < D",
+        {"tp": 2, "heads": 2, "profile": "vllm"},
+        {"tp": 4, "heads": 2, "profile": "vllm"},
+    ),
     ("vLLM P > D without replicas", {"tp": 4, "profile": "vllm"}, {"tp": 2, "profile": "vllm"}),
     ("other capabilities", {"capabilities": ["x"]}, {"capabilities": []}),
 ]
@@ -559,9 +575,7 @@ def test_another_layout_and_size_are_found_and_long_values_are_cut() -> None:
     """Sizes are compared one by one; a long list is shown shortened."""
     members = prefill(tp=2, layers=200).members()
     members[1] = changed(members[1], layout=Layout(tp=4, dp=2), world_size=8)
-    members[1] = changed(
-        members[1], kv=[changed(members[1].kv[0], layers=list(range(1, 201)))]
-    )
+    members[1] = changed(members[1], kv=[changed(members[1].kv[0], layers=list(range(1, 201)))])
     found = {item.field: item for item in check_agreement(members)}
     assert {"world_size", "layout.tp", "layout.dp", "kv[full].layers"} == set(found)
     assert "characters)" in found["kv[full].layers"].message

@@ -18,7 +18,8 @@ from rankgate.proto.codes import Code
 from rankgate.proto.findings import Side, finding
 from rankgate.proto.messages import Query
 from rankgate.proto.views import VIEW_SCHEMA, StatusView, View
-from tests.coordinator.core.harness import Bench, codes, decode as decode_job, prefill
+from tests.coordinator.core.harness import Bench, codes, prefill
+from tests.coordinator.core.harness import decode as decode_job
 
 
 def busy_bench() -> Bench:
@@ -229,9 +230,7 @@ def test_stories_are_bounded_in_lines_and_subjects(monkeypatch: pytest.MonkeyPat
 def test_refusals_are_counted_and_bounded() -> None:
     """Equal ones are one entry that moves to the end; the oldest goes first."""
     journal = Journal(2)
-    one, two, three = (
-        finding(Code.BUSY, "x", Side("who", value)) for value in ("1", "2", "3")
-    )
+    one, two, three = (finding(Code.BUSY, "x", Side("who", value)) for value in ("1", "2", "3"))
     journal.refuse("a", one, 10)
     journal.refuse("a", two, 20)
     journal.refuse("a", one, 30)

@@ -48,6 +48,7 @@ from rankgate.proto.messages import (
     Opened,
     OpenItem,
     Outcome,
+    PairBroken,
     PairReady,
     Query,
     Verdict,
@@ -167,9 +168,9 @@ class Process:
                 for item in message.items:
                     self.sim.heard(item.transfer, item.outcome, item.missing)
             case Aborting():
-                for item in message.items:
+                for aborting in message.items:
                     if self.job.role == "decode":
-                        self._later(800, lambda item=item: self._end(item.transfer, "failed"))
+                        self._end_later(aborting.transfer, "failed", 800)
 
     def _link(self, verdict: Verdict) -> None:
         def build(session: int) -> Struct:
@@ -219,9 +220,12 @@ class Process:
                 self._later(1000, lambda: self._open(request, epochs))
             if dice < 0.9:
                 how = "failed" if self.sim.rng.random() < 0.15 else "delivered"
-                self._later(3000, lambda: self._end(grant.transfer, how))
+                self._end_later(grant.transfer, how, 3000)
 
         self._ask(lambda session: Open(session=session, items=[item]), answered)
+
+    def _end_later(self, transfer: int, how: str, longest: int) -> None:
+        self._later(longest, lambda: self._end(transfer, how))
 
     def _end(self, transfer: int, how: str) -> None:
         def answered(message: Struct) -> None:
@@ -260,6 +264,7 @@ class Simulation:
         self.start = 0
         self.core: Coordinator | None = None
         self.stalled_until = 0
+        self.broken: set[tuple[int, int]] = set()
         self.durable = Durable()
         self.over_wire = seed % 10 == 0
         self.seals: dict[int, tuple[str, int, int, bytes]] = {}
@@ -415,7 +420,9 @@ class Simulation:
         self.step(ClockTicked())
         due = core.next_deadline()
         pace = self.now + RULES.heartbeat // 2
-        self.at(pace if due is None else max(self.now + 1, min(pace, due)), lambda: self._tick(core))
+        self.at(
+            pace if due is None else max(self.now + 1, min(pace, due)), lambda: self._tick(core)
+        )
 
     # --- stepping and promises ------------------------------------------------------------
 
@@ -426,6 +433,11 @@ class Simulation:
         self.steps += 1
         effects = core.step(event, self.now)
         self.trace.update(repr((self.now, effects)).encode())
+        self.broken = {
+            (told.source_epoch, told.destination_epoch)
+            for effect in effects
+            if isinstance(effect, Send) and isinstance(told := effect.message, PairBroken)
+        }
         for effect in effects:
             self._carry_out(core, effect)
         if effects or self.steps % 8 == 0:
@@ -476,11 +488,16 @@ class Simulation:
                 assert session is None or session.state is not RankState.GONE
 
     def _promise_grant(self, core: Coordinator, grant: Grant) -> None:
-        known = self.granted.setdefault(grant.transfer, grant)
+        known = self.granted.get(grant.transfer)
+        if known == grant:
+            return  # a repeat that renewed nothing
+        self.granted[grant.transfer] = grant
+        known = known or grant
         for name in ("request", "source_epoch", "destination_epoch", "table_digest"):
             assert getattr(known, name) == getattr(grant, name), "a grant changed its content"
-        if grant.issued != self.now:
-            return
+        assert grant.issued == self.now, "a grant was made for another time"
+        if (grant.source_epoch, grant.destination_epoch) in self.broken:
+            return  # the same step broke the pair after it had granted
         pair = core.pairs.by_epochs.get((grant.source_epoch, grant.destination_epoch))
         assert pair is not None, "granted over epochs that are not current"
         assert pair.state is PairState.READY, f"granted while {pair.state}"
@@ -489,8 +506,11 @@ class Simulation:
         worlds = [core.worlds.by_name[name] for name in (pair.source, pair.destination)]
         assert [world.epoch for world in worlds] == [grant.source_epoch, grant.destination_epoch]
         assert all(world.sealed is not None for world in worlds), "granted without a seal"
-        linked = {(side, s.rank) for side, w in zip(("source", "destination"), worlds, strict=True)
-                  for s in w.members()}
+        linked = {
+            (side, s.rank)
+            for side, w in zip(("source", "destination"), worlds, strict=True)
+            for s in w.members()
+        }
         assert pair.linked == linked, "granted before all had linked"
 
     def _check(self, core: Coordinator) -> None:

@@ -269,7 +269,7 @@ def test_C23_transfer_ids_of_daemon_starts_never_meet() -> None:
 
 
 def test_B02_only_distinct_ranks_are_counted() -> None:
-    """N=4: ends of 0, 1, 1, 1 leave it open; 2 and 3 deliver it; a fifth is late, once delivered."""
+    """N=4: ends of 0, 1, 1, 1 leave it open; 2 and 3 deliver it; a fifth end is late."""
     bench = Bench()
     ours, theirs = ready(bench, source=1, destination=4)
     transfer = theirs[0].grant("r1").transfer

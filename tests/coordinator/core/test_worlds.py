@@ -129,7 +129,7 @@ def test_C23_a_restart_gives_any_other_set_a_new_epoch(what: str) -> None:
     bench.restart()
     again = {
         "life": lambda: bench.seal(job, life="2"),
-        "round": lambda: bench.seal(job, token="r2", life="r1"),
+        "round": lambda: bench.seal(job, of_round="r2", life="r1"),
         "descriptor": lambda: bench.seal(job.but(heads=4), life="r1"),
         "other world": lambda: bench.seal(prefill("z")),
     }[what]()
@@ -272,6 +272,22 @@ def test_a_probe_is_shared_and_a_register_repeated_meanwhile_is_not_a_second_one
     assert bench.late(new[0].last_id) == []
 
 
+def test_only_a_member_of_the_sealed_round_answers_a_probe() -> None:
+    """An answer of a rank that forms elsewhere, or of a world that is not sealed, is ignored."""
+    bench = Bench()
+    old, new = bench.agents(prefill()), bench.agents(prefill(tp=2), "r2")
+    new[0].join()
+    bench.say(new[0], ProbeAck(session=new[0].session))
+    old[0].join()
+    old[0].answers_probes = False
+    new[1].hello()
+    assert new[1].register() is None
+    bench.say(new[0], ProbeAck(session=new[0].session))
+    assert bench.late(new[1].last_id) == []
+    bench.say(old[0], ProbeAck(session=old[0].session))
+    assert codes(rejected(new[1].registered(bench.late(new[1].last_id)))) == ["world_in_use"]
+
+
 def test_a_newcomer_that_hangs_up_during_the_probe_is_not_admitted() -> None:
     """The connection is gone when the probe ends: no session is made for it."""
     bench = Bench()
@@ -304,7 +320,7 @@ def test_a_probe_ends_when_the_older_round_breaks_by_itself() -> None:
 
 
 def test_a_complete_newer_round_is_told_world_in_use_and_sealed_once_the_older_is_gone() -> None:
-    """Newcomers that counted before the older round was sealed wait, and take over by themselves."""
+    """Newcomers that counted before the older round was sealed take over by themselves."""
     bench = Bench()
     job = prefill(tp=2)
     old, new = bench.agents(job), bench.agents(job, "r2")
@@ -455,9 +471,7 @@ def test_an_unusual_rank_order_only_warns() -> None:
     bench = Bench()
     agents = bench.agents(prefill(tp=4))
     for rank, tp in enumerate((3, 2, 1, 0)):
-        agents[rank].descriptor = changed(
-            agents[rank].descriptor, coordinates=Coordinates(tp=tp)
-        )
+        agents[rank].descriptor = changed(agents[rank].descriptor, coordinates=Coordinates(tp=tp))
         agents[rank].join()
     assert agents[0].told(WorldSealed)
     assert not agents[0].told(WorldForming)
@@ -465,8 +479,8 @@ def test_an_unusual_rank_order_only_warns() -> None:
     assert codes(row.findings) == ["rank_order_unusual"]
 
 
-def test_a_sealed_world_with_a_warning_is_not_told_forming_when_it_replaced_an_older_round() -> None:
-    """The warning survives the probe that freed the name, and nobody hears WorldForming."""
+def test_a_warning_survives_the_probe_that_freed_the_name() -> None:
+    """A newer round is sealed with its warning, and nobody hears WorldForming after that."""
     bench = Bench()
     (old,) = bench.agents(prefill())
     new = bench.agents(prefill(tp=2), "r2")
@@ -574,6 +588,20 @@ def test_a_broken_world_is_reported_again_after_its_grace_time() -> None:
     bench.wait(bench.settings.form_grace, beating=[agents[0]])
     assert agents[0].last(WorldForming).overdue
     assert agents[0].last(WorldForming).missing == [1]
+
+
+def test_a_world_that_breaks_within_its_grace_time_gets_a_whole_new_one() -> None:
+    """The deadline set when the round began does not report it early."""
+    bench = Bench()
+    agents = bench.seal(prefill(tp=3, heads=3))
+    bench.wait(bench.settings.form_grace // 2)
+    agents[2].leave()
+    agents[1].drop()
+    bench.wait(bench.settings.form_grace - 1, beating=[agents[0]])
+    assert not agents[0].last(WorldForming).overdue
+    bench.wait(1, beating=[agents[0]])
+    assert agents[0].last(WorldForming).overdue
+    assert agents[0].last(WorldForming).missing == [1, 2]
 
 
 def test_the_grace_time_of_a_replaced_round_says_nothing() -> None:
@@ -698,7 +726,7 @@ def test_heartbeats_of_a_refused_session_are_answered_need_hello() -> None:
 
 
 def test_seed_2_state_count_mismatch_is_told_to_every_rank_before_any_request() -> None:
-    """'state component count mismatch (local=3, remote=2)' is a verdict, not a crash mid-transfer."""
+    """'state component count mismatch (local=3, remote=2)' is a verdict, no crash mid-transfer."""
     bench = Bench()
     three = [state("SWA"), state("MAMBA"), state("DSA")]
     ours = bench.seal(prefill(tp=2, state=three))
@@ -787,7 +815,8 @@ CHANGES: list[dict[str, Any]] = [
 
 @given(st.lists(st.sampled_from(CHANGES), min_size=4, max_size=4), st.booleans())
 def test_the_cheap_check_of_a_round_finds_what_the_full_one_finds(
-    changes: list[dict[str, Any]], twice: bool  # noqa: FBT001 - drawn
+    changes: list[dict[str, Any]],
+    twice: bool,  # noqa: FBT001 - drawn
 ) -> None:
     """Whenever the rules see a disagreement, the counted traits see one too, ranks going or not."""
     bench = Bench()
@@ -802,6 +831,21 @@ def test_the_cheap_check_of_a_round_finds_what_the_full_one_finds(
         sessions.append(bench.core.sessions.register(b"\0", hello, described, 0))
         held.add(sessions[-1])
     while held.members:
-        described = {rank: member.descriptor for rank, member in held.members.items()}
-        assert held.check() == check_agreement(described)
+        members = {rank: member.descriptor for rank, member in held.members.items()}
+        assert held.check() == check_agreement(members)
         held.remove(sessions.pop())
+
+
+def test_a_rank_that_stalls_or_goes_while_its_world_forms_is_no_loss_of_a_seal() -> None:
+    """Unfit in a forming round: nothing is counted; the world seals when all are live."""
+    bench = Bench(Settings(resume=30_000))
+    agents = bench.agents(prefill(tp=2))
+    agents[0].join()
+    bench.wait(bench.settings.ttl, beating=())
+    agents[0].drop()
+    agents[1].join()
+    assert not agents[1].told(WorldSealed)
+    agents[0].reconnect()
+    agents[0].hello(session=agents[0].session)
+    assert agents[1].told(WorldSealed)
+    assert bench.core.worlds.by_name["p"].unfit == 0

@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import zmq
 
 from rankgate.coordinator.runtime.router import Router
@@ -26,6 +28,8 @@ socket.send_multipart([b"here", b"I am"])
 print(flush=True)
 time.sleep(600)
 """
+
+_BEATING = "socket.heartbeat_ivl, socket.heartbeat_ttl = 50, 300; "
 
 
 class House:
@@ -107,6 +111,83 @@ async def test_a_killed_process_is_noticed_at_once(tmp_path: Path) -> None:
     assert house.router.peers == 1
     house.router.close()
     house.context.destroy(0)
+
+
+async def test_a_stopped_process_is_noticed_by_its_silence(tmp_path: Path) -> None:
+    """The peer's heartbeats carry a time to live; no end of the connection is needed."""
+    house = House(tmp_path)
+    script = _SILENT_PEER.replace("socket.connect", _BEATING + "socket.connect")
+    command = [sys.executable, "-c", script, house.endpoint]
+    with subprocess.Popen(command, env=clean_environment()) as victim:
+        try:
+            await house.until_messages(1)
+            await asyncio.sleep(0.2)  # a heartbeat or two
+            assert house.gone == []
+            victim.send_signal(signal.SIGSTOP)
+            await house.until_gone(1)
+        finally:
+            victim.kill()
+    house.router.close()
+    house.context.destroy(0)
+
+
+_FLOODER = """
+import os, sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.sndhwm = 0
+socket.connect(sys.argv[1])
+for _ in range(100_000):
+    socket.send(b"x" * 100)
+print("sent", flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), 9)
+"""
+
+_SLOW_OWNER = """
+import asyncio, sys, time
+from rankgate.coordinator.runtime.router import Router
+from rankgate.coordinator.runtime.sockets import bind, make_context, make_router
+
+async def main():
+    context = make_context()
+    socket = make_router(context)
+    bind(socket, sys.argv[1])
+    gone = asyncio.Event()
+    router = Router(asyncio.get_running_loop(), socket, on_message=lambda *_: None,
+                    on_gone=lambda *_: gone.set())
+    print("bound", flush=True)
+    sys.stdin.readline()
+    time.sleep(2.5)  # longer than two ZMTP heartbeats
+    await asyncio.wait_for(gone.wait(), 10)
+    print("alive", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_flood_that_breaks_off_does_not_abort_the_process(tmp_path: Path) -> None:
+    """libzmq must not meet its assertion when a full connection breaks while we are busy."""
+    endpoint = f"ipc://{tmp_path}/r.sock"
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "env": clean_environment(),
+    }
+    with subprocess.Popen([sys.executable, "-c", _SLOW_OWNER, endpoint], **pipes) as owner:
+        try:
+            assert owner.stdout.readline() == "bound\n"
+            with subprocess.Popen([sys.executable, "-c", _FLOODER, endpoint], **pipes) as flooder:
+                owner.stdin.write("\n")
+                owner.stdin.flush()
+                assert flooder.stdout.readline() == "sent\n"
+                flooder.stdin.close()
+                flooder.wait(WAIT)
+            assert owner.stdout.readline() == "alive\n"
+            assert owner.wait(WAIT) == 0
+        finally:
+            owner.kill()
 
 
 async def test_all_of_many_losses_are_noticed(tmp_path: Path) -> None:
