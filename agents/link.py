@@ -26,6 +26,8 @@ _PER_TURN = 64
 _LONGEST_WAIT_MS = 200
 _REAP_MS = 2
 _MAX_BACKLOG = 10_000
+_LEAVE_MS = 200
+"""How long a closing agent tries to get its goodbye out."""
 
 
 class Dialed:
@@ -108,7 +110,7 @@ class LinkThread:
         finally:
             for dialed in self._dialed.values():
                 dialed.close()
-            self._daemon.close(0)
+            self._daemon.close(_LEAVE_MS)
             self._router.close(0)
             os.close(self._wake)
 
@@ -119,8 +121,10 @@ class LinkThread:
         more = self._read_daemon()
         more |= self._read_router()
         for dialed in list(self._dialed.values()):
-            more |= self._read_dialed(dialed)
-            self._look_at(dialed)
+            if self._read_dialed(dialed):
+                more = True  # what came before the end of a connection counts
+            else:
+                self._look_at(dialed)
         now = boottime_ms()
         with self.lock:
             self.core.tick(now)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Hashable, Iterator
 
 from msgspec import Struct
+
+from rankgate.agents.spread import Spread
 
 RETRY_FIRST = 200
 RETRY_LONGEST = 2000
@@ -37,7 +38,7 @@ class Request:
         self.build = build
         self.on_answer = on_answer
         self.on_timeout: Callable[[int], None] | None = None
-        self.sent = 0
+        self.sent = -1
         self.due = 0
         self.interval = RETRY_FIRST
         self.until: int | None = None
@@ -52,7 +53,7 @@ class Outstanding:
 
     def __init__(self, seed: int) -> None:
         """Start empty; ``seed`` spreads the repeats of many ranks."""
-        self._random = random.Random(seed)  # noqa: S311 - spreads repeats, no secret
+        self._spread = Spread(seed)
         self._by_id: dict[int, Request] = {}
         self._last = 0
 
@@ -120,8 +121,8 @@ class Outstanding:
             elif now >= request.due and (ready is None or ready(request)):
                 # Of repeats, the answer may belong to the first: only its time bounds the
                 # answerer's clock from above.
-                request.sent = request.sent or now
-                request.due = now + int(request.interval * self._random.uniform(0.75, 1.25))
+                request.sent = now if request.sent < 0 else request.sent
+                request.due = now + int(request.interval * self._spread())
                 request.interval = min(request.interval * 2, RETRY_LONGEST)
                 yield request
 

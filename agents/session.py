@@ -5,7 +5,6 @@ Times are CLOCK_BOOTTIME in ms, given as arguments. What is to be sent collects 
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
@@ -13,6 +12,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from rankgate.agents.outstanding import RETRY_LONGEST, Answer, Outstanding
+from rankgate.agents.spread import Spread
 from rankgate.proto.descriptor import Descriptor
 from rankgate.proto.findings import Finding
 from rankgate.proto.messages import (
@@ -111,7 +111,7 @@ class Session:
         self.on_live: Callable[[], None] = lambda: None
         self.on_fresh: Callable[[bool], None] = lambda _void: None
         self._outstanding = Outstanding(seed)
-        self._spread = random.Random(seed)  # noqa: S311 - spreads repeats, no secret
+        self._spread = Spread(seed)
         self._seen = 0
         self._acked = 0
         self._beat_at: int | None = None
@@ -250,7 +250,7 @@ class Session:
             self.state = SessionState.REFUSED
             return
         self.session = self._resume = 0
-        self._say_hello(now, int(RETRY_LONGEST * self._spread.uniform(0.5, 1.0)))
+        self._say_hello(now, int(RETRY_LONGEST * 0.75 * self._spread()))
 
     # --- time -----------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -79,6 +79,10 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
+def _verb(who: str) -> str:
+    return "have" if " ranks " in who else "has"
+
+
 def has_error(findings: Iterable[Finding]) -> bool:
     """Whether any finding refuses."""
     return any(found.is_error for found in findings)
@@ -98,6 +102,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(runs)}"
 
 
-def world_ranks(role: str, world: str, ranks: Sequence[int]) -> str:
-    """Return a holder's name, such as ``decode d0 ranks 0-3``."""
-    return f"{role} {world} {ranks_text(ranks)}"
+def world_ranks(role: str, world: str, ranks: Iterable[int]) -> str:
+    """Return a holder's name, such as ``decode d0 ranks 0-3``, without saying a word twice."""
+    name = world if role == world else f"{role} {world}"
+    return f"{name} {ranks_text(ranks)}"

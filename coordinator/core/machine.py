@@ -241,8 +241,9 @@ class Coordinator:
 
     def _probed(self, peer: bytes, message: Register, *, alive: bool) -> None:
         message_id = self._registering.pop(peer, None)
-        if message_id is None or peer not in self.sessions.hellos:
-            return
+        hello = self.sessions.hellos.get(peer)
+        if message_id is None or hello is None or _same_identity(hello, message):
+            return  # gone, or by now another process on this connection
         held = self.worlds.holder(message.descriptor.world, message.round)
         if alive and held is not None:
             host = message.descriptor.transport.host

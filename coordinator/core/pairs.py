@@ -14,7 +14,7 @@ from rankgate.coordinator.core.turn import Turn
 from rankgate.coordinator.core.verdicts import Judgement, Plan, SideName, WorldShape
 from rankgate.coordinator.core.worlds import World, Worlds
 from rankgate.proto.codes import Code
-from rankgate.proto.findings import Finding, Side, finding, has_error, ranks_text
+from rankgate.proto.findings import Finding, Side, finding, has_error, ranks_text, world_ranks
 from rankgate.proto.grants import pair_key
 from rankgate.proto.messages import (
     Claim,
@@ -161,7 +161,7 @@ class Pairs:
 
         def who(side: SideName, slots: tuple[int, ...]) -> str:
             world = worlds[side]
-            return f"{world.role} {world.name} {ranks_text(world.ranks_of(slots))}"
+            return world_ranks(world.role, world.name, world.ranks_of(slots))
 
         pair.findings = [ruling.name(who) for ruling in judgement.rulings]
         pair.plan = judgement.plan
@@ -242,7 +242,7 @@ class Pairs:
                 finding(
                     Code.METADATA_MISMATCH,
                     "table_digest",
-                    Side(_who(session), message.table_digest.hex()),
+                    Side(session.who, message.table_digest.hex()),
                     Side("the daemon", pair.plan.digest.hex()),
                 )
             )
@@ -274,14 +274,14 @@ class Pairs:
         expected = self._expected(pair, session, claim.count)
         if expected is None:
             known = "known: world_receive_count, receive_count (sources), send_count (destinations)"
-            side = Side(_who(session), repr(claim.count))
+            side = Side(session.who, repr(claim.count))
             return finding(Code.VALUE_INVALID, "claims.count", side, detail=f"({known})")
         if expected == claim.value:
             return None
         return finding(
             Code.RECEIVE_COUNT_MISMATCH,
             claim.count,
-            Side(_who(session), str(claim.value)),
+            Side(session.who, str(claim.value)),
             Side("computed from the world sizes", str(expected)),
             detail=f"(pair {pair.name})",
         )
@@ -382,7 +382,7 @@ class Pairs:
         return finding(
             Code.STALE_EPOCH,
             "epochs",
-            Side(_who(session), f"{epochs[0]}:{epochs[1]}"),
+            Side(session.who, f"{epochs[0]}:{epochs[1]}"),
             Side("the daemon", ", ".join(current[:8]) or "no pair of this world"),
         )
 
@@ -452,10 +452,6 @@ def _peer(session: Session) -> Peer:
         host=transport.host,
         metadata_digest=transport.metadata_digest,
     )
-
-
-def _who(session: Session) -> str:
-    return f"{session.descriptor.role} {session.world} rank {session.rank}"
 
 
 def _unset(*_args: object) -> None:

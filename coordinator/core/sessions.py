@@ -12,6 +12,7 @@ from rankgate.coordinator.core.settings import Identity, Settings
 from rankgate.coordinator.core.tables import RANK_TABLE, RankState, change
 from rankgate.coordinator.core.turn import Turn
 from rankgate.proto.descriptor import Descriptor
+from rankgate.proto.findings import world_ranks
 from rankgate.proto.messages import Hello, Register
 
 _RETRY_FIRST = 200
@@ -89,6 +90,11 @@ class Session:
     def rank(self) -> int:
         """Rank in its world."""
         return self.descriptor.rank
+
+    @property
+    def who(self) -> str:
+        """Its name in findings, such as ``decode d0 rank 3``."""
+        return world_ranks(self.descriptor.role, self.world, [self.rank])
 
     @property
     def host(self) -> str:

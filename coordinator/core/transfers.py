@@ -197,7 +197,7 @@ class Transfers:
         self, session: Session, item: OpenItem, pair: Pair, source: World, destination: World
     ) -> Finding | None:
         if item.request.strip().lower() in _CONSTANTS:
-            return finding(Code.REQUEST_INVALID, "request", Side(_who(session), repr(item.request)))
+            return finding(Code.REQUEST_INVALID, "request", Side(session.who, repr(item.request)))
         if not self._in_scope(session, item, destination):
             return self._outside(
                 session, f"request {item.request}", destination, item.destination_dp
@@ -208,15 +208,15 @@ class Transfers:
         ):
             size = world.shape.layout.dp if world.shape else 1
             if dp >= size:
-                side = Side(_who(session), str(dp))
+                side = Side(session.who, str(dp))
                 detail = f"({world.name} has dp size {size})"
                 return finding(Code.DP_RANK_UNKNOWN, field, side, detail=detail)
         if item.payload != "cache":
-            side = Side(_who(session), repr(item.payload))
+            side = Side(session.who, repr(item.payload))
             return finding(Code.VALUE_INVALID, "payload", side, detail="(known: cache)")
         if pair.plan is not None and item.table_digest != pair.plan.digest:
             sides = (
-                Side(_who(session), item.table_digest.hex()),
+                Side(session.who, item.table_digest.hex()),
                 Side("the daemon", pair.plan.digest.hex()),
             )
             return finding(Code.METADATA_MISMATCH, "table_digest", *sides)
@@ -239,7 +239,7 @@ class Transfers:
         for field in ("source_dp", "destination_dp", "payload", "table_digest"):
             ours, theirs = getattr(first, field), getattr(item, field)
             if ours != theirs:
-                sides = (Side(_who(session), str(theirs)), Side("first open", str(ours)))
+                sides = (Side(session.who, str(theirs)), Side("first open", str(ours)))
                 return finding(Code.CONFLICTING_OPEN, field, *sides, detail=f"({item.request})")
         return None
 
@@ -270,7 +270,7 @@ class Transfers:
             self._turn.journal.refuse(f"transfer {item.transfer}", outside, self._turn.now)
             return EndResult(transfer=item.transfer, finding=outside)
         if item.outcome not in {"delivered", "failed"}:
-            side = Side(_who(session), repr(item.outcome))
+            side = Side(session.who, repr(item.outcome))
             wrong = finding(Code.VALUE_INVALID, "outcome", side, detail="(delivered or failed)")
             return EndResult(transfer=item.transfer, finding=wrong)
         if transfer.state not in _OPEN_STATES:
@@ -281,7 +281,7 @@ class Transfers:
                 transfer.failures[session.rank] = item.finding or finding(
                     Code.TRANSPORT_FAILED,
                     f"transfer {item.transfer}",
-                    Side(_who(session), "failed"),
+                    Side(session.who, "failed"),
                 )
             if len(transfer.ended) == len(transfer.expected):
                 self._name_outcome(transfer)
@@ -361,7 +361,7 @@ class Transfers:
             transfer.finding = finding(
                 Code.ABORTED,
                 f"transfer {item.transfer}",
-                Side(_who(session), item.reason or "no reason given"),
+                Side(session.who, item.reason or "no reason given"),
             )
             message = Aborting(items=[AbortingItem(transfer=transfer.id, finding=transfer.finding)])
             for listener in self._scope(transfer):
@@ -420,14 +420,10 @@ class Transfers:
             f"{destination.name} {ranks_text(ranks)}" if ranks else f"{destination.name}: nobody"
         )
         return finding(
-            Code.NOT_IN_SCOPE, subject, Side(_who(session), "outside"), Side("in scope", scope)
+            Code.NOT_IN_SCOPE, subject, Side(session.who, "outside"), Side("in scope", scope)
         )
 
     def _unknown(self, session: Session, transfer: int) -> Finding:
-        found = finding(Code.TRANSFER_UNKNOWN, "transfer", Side(_who(session), str(transfer)))
+        found = finding(Code.TRANSFER_UNKNOWN, "transfer", Side(session.who, str(transfer)))
         self._turn.journal.refuse(f"transfers of {session.world}", found, self._turn.now)
         return found
-
-
-def _who(session: Session) -> str:
-    return f"{session.descriptor.role} {session.world} rank {session.rank}"

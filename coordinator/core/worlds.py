@@ -424,14 +424,12 @@ class Worlds:
 
     def fitness(self, session: Session, change_by: int) -> None:
         """Count members of a sealed round that are not live: no new grants meanwhile."""
-        world = self.by_name.get(session.world)
-        if world is None or world.sealed is None:
-            forming = world.rounds.get(session.round) if world else None
-            if world is not None and forming is not None and change_by < 0:
-                self._consider(world, forming)
-            return
-        if world.sealed.members.get(session.rank) is session:
+        world = self.by_name[session.world]
+        held = world.rounds[session.round]  # a rank that counts stands in its round
+        if world.sealed is held:
             world.unfit += change_by
+        elif change_by < 0:
+            self._consider(world, held)
 
     # --- telling --------------------------------------------------------------------------
 

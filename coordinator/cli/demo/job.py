@@ -7,6 +7,7 @@ The folder of a run::
     journal/WORLD-R.jsonl  one JSON object a line, appended by rank R of WORLD as things happen
     result/WORLD-R.json    the rank's Result, written once when it leaves
     log/NAME.log           output of the daemon and of each torchrun
+    tmp/                   the ranks' temporary files
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Folder:
 
     def prepare(self, job: Job) -> None:
         """Write the job and make the sub-folders."""
-        for name in ("journal", "result", "log"):
+        for name in ("journal", "result", "log", "tmp"):
             (self.root / name).mkdir(exist_ok=True)
         (self.root / "job.json").write_bytes(msgspec.json.encode(job))
 

@@ -68,6 +68,7 @@ class Show:
     def update(self, job: Job, watch: Watch, status: StatusView | None) -> None:
         """Take the newest state of the run."""
         lines = [_world_line(world) for world in status.worlds] if status else []
+        lines = lines or [f"{len(watch.ranks)} ranks start up; torch takes its time"]
         lines += [_pair_line(pair) for pair in status.pairs] if status else []
         if self._live is not None:
             self._lines = [Text(line) for line in lines]

@@ -106,8 +106,9 @@ class Run:
         self._start("daemon", command, {})
 
     def _start_worlds(self) -> None:
-        # One thread a rank: many ranks share this machine's cores.
-        env = {"OMP_NUM_THREADS": "1"}
+        # One thread a rank: many ranks share this machine's cores. What torchrun and the agents
+        # leave in the temporary folder goes with the run's folder.
+        env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder.root / "tmp")}
         for world in (PREFILL, DECODE):
             restarts = int(self.job.fault == faults.DEAD_RANK and world == PREFILL)
             command = torchrun(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from rankgate.proto.codes import Code
 from rankgate.proto.descriptor import KV_KINDS, PROFILES, ROLES, Descriptor, KvGroup, StateComponent
-from rankgate.proto.findings import Finding, Side, finding
+from rankgate.proto.findings import Finding, Side, finding, world_ranks
 from rankgate.proto.geometry import DTYPE_BYTES, LAYOUTS, GeometryError, heads_of_rank, item_len
 from rankgate.proto.limits import MAX_WORLD_SIZE
 
@@ -28,7 +28,7 @@ def check_descriptor(descriptor: Descriptor) -> list[Finding]:
 
 
 def _who(descriptor: Descriptor) -> str:
-    return f"{descriptor.role} {descriptor.world} rank {descriptor.rank}"
+    return world_ranks(descriptor.role, descriptor.world, [descriptor.rank])
 
 
 def _name(descriptor: Descriptor) -> Iterator[Finding]:

@@ -304,6 +304,22 @@ def test_a_newcomer_that_hangs_up_during_the_probe_is_not_admitted() -> None:
     assert said_hello_again.peer in bench.core.sessions.by_peer
 
 
+def test_a_newcomer_that_becomes_another_during_the_probe_is_not_admitted_as_the_first() -> None:
+    """Another Hello on the connection voids the Register that waits."""
+    bench = Bench()
+    old = bench.seal(prefill())
+    old[0].answers_probes = False
+    (new,) = bench.agents(prefill(), "r2")
+    new.hello()
+    assert new.register() is None
+    new.incarnation = id16("another")
+    new.hello()
+    bench.wait(bench.settings.probe, beating=())
+    assert bench.late(new.last_id) == []
+    assert new.peer not in bench.core.sessions.by_peer
+    assert isinstance(new.register(), Registered)
+
+
 def test_a_probe_ends_when_the_older_round_breaks_by_itself() -> None:
     """A member that leaves during the probe frees the name at once."""
     bench = Bench()
@@ -834,6 +850,26 @@ def test_the_cheap_check_of_a_round_finds_what_the_full_one_finds(
         members = {rank: member.descriptor for rank, member in held.members.items()}
         assert held.check() == check_agreement(members)
         held.remove(sessions.pop())
+
+
+def test_a_newer_round_that_becomes_live_again_asks_for_the_name() -> None:
+    """Its last rank was away when the set was complete: the older round is probed on its return."""
+    bench = Bench(Settings(resume=30_000))
+    job = prefill(tp=2)
+    old, new = bench.agents(job), bench.agents(job, "r2")
+    new[0].join()
+    old[0].join()
+    new[1].hello()
+    new[1].register()
+    old[1].join()
+    new[0].drop()
+    new[1].beat()
+    assert not new[1].told(WorldForming)
+    assert bench.core.worlds.by_name["p"].unfit == 0
+    new[0].reconnect()
+    new[0].hello(session=new[0].session)
+    assert codes(new[1].last(WorldForming).findings) == ["world_in_use"]
+    assert not old[0].told(WorldForming)
 
 
 def test_a_rank_that_stalls_or_goes_while_its_world_forms_is_no_loss_of_a_seal() -> None:

@@ -230,9 +230,7 @@ class Rank(Peer):
         said = hello(self.descriptor.world, self.descriptor.rank)
         assert isinstance(self.ask(said), Welcome)
         registered = self.ask(
-            Register(
-                incarnation=said.incarnation, round=said.round, descriptor=self.descriptor
-            )
+            Register(incarnation=said.incarnation, round=said.round, descriptor=self.descriptor)
         )
         assert isinstance(registered, Registered), registered
         self.session = registered.session

@@ -120,7 +120,7 @@ def test_a_misspelt_variable_gets_a_suggestion() -> None:
 @pytest.mark.parametrize("name", ["WORLD", "ROUND", "DAEMON", "LINK", "SYSTEMD_BOX"])
 def test_variables_of_agents_are_left_alone(name: str) -> None:
     """A daemon may be started from an engine's environment."""
-    load(**{f"RANKGATE_{name}": "x"})
+    load_config(None, {}, {**SERVICE, f"RANKGATE_{name}": "x"})
 
 
 def test_plain_tcp_is_refused_without_insecure() -> None:
@@ -181,7 +181,7 @@ def test_an_unreadable_file_is_named(text: str, tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """A file that was asked for must be there."""
-    with pytest.raises(ConfigurationError, match="cannot read .*nothing"):
+    with pytest.raises(ConfigurationError, match=r"cannot read .*nothing"):
         load_config(tmp_path / "nothing", {}, SERVICE)
 
 
@@ -209,7 +209,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     """With the path."""
     (tmp_path / "file").write_text("")
     config = load()
-    with pytest.raises(ConfigurationError, match="cannot make .*file/x"):
+    with pytest.raises(ConfigurationError, match=r"cannot make .*file/x"):
         make_folders(
             Config(
                 daemon=config.daemon,

@@ -86,7 +86,7 @@ def test_sealed_worlds_survive_kill_9(serving: Serving) -> None:
     second = serving.start()  # over the socket files that were left behind
     assert second["instance"] == first["instance"]
     assert (first["start"], second["start"]) == (1, 2)
-    another = prefill(name="other", tp=1).describe(0)
+    another = prefill("other", tp=1).describe(0)
     with Rank(serving.agents, another) as rank:
         rank.join()
         later = rank.pushed(WorldSealed)
@@ -99,7 +99,8 @@ import sys, time
 sys.path[:0] = sys.argv[3].split(":")
 from tests.coordinator.core.harness import prefill
 from tests.coordinator.runtime.live import Rank
-Rank(sys.argv[1], prefill(tp=2).describe(int(sys.argv[2]))).join()
+rank = Rank(sys.argv[1], prefill(tp=2).describe(int(sys.argv[2])))
+rank.join()
 print("joined", flush=True)
 time.sleep(600)
 """
@@ -122,7 +123,7 @@ def test_a_killed_rank_is_shown_at_once(serving: Serving) -> None:
                 begun = time.monotonic()
                 victim.kill()
                 wait_until(lambda: [r.state for r in ranks_of(serving)] == ["live", "disconnected"])
-                assert time.monotonic() - begun < 0.5
+                assert time.monotonic() - begun < 2.0  # 0.1 on a quiet machine; ttl is 600
             finally:
                 victim.kill()
 
@@ -248,9 +249,7 @@ def test_a_session_of_another_life_is_not_honoured(serving: Serving) -> None:
 
 def test_insecure_is_shown(serving: Serving) -> None:
     """Plain tcp stands in the status, so that nobody forgets it."""
-    ready = serving.start(
-        "--listen", serving.agents, "--listen", "tcp://127.0.0.1:0", "--insecure"
-    )
+    ready = serving.start("--listen", serving.agents, "--listen", "tcp://127.0.0.1:0", "--insecure")
     status = ask_operator(serving.operator, "status").status
     assert status is not None
     assert status.insecure

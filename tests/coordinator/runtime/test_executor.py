@@ -187,9 +187,7 @@ async def test_judging_happens_beside_the_loop(desk: Desk) -> None:
     assert event.judgement.plan is not None
 
 
-async def test_judging_that_raises_is_fatal(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_judging_that_raises_is_fatal(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair must not wait for a verdict that never comes."""
 
     def fail(*_: object) -> None:

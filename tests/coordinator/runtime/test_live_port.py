@@ -29,9 +29,7 @@ def header(kind: int = Kind.HELLO, version: int = 1, message_id: int = 7) -> byt
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """One daemon for all of these, on ipc and tcp."""
     serving = Serving(tmp_path_factory.mktemp("live"))
-    ready = serving.start(
-        "--listen", serving.agents, "--listen", "tcp://127.0.0.1:0", "--insecure"
-    )
+    ready = serving.start("--listen", serving.agents, "--listen", "tcp://127.0.0.1:0", "--insecure")
     serving.tcp = ready["endpoints"][1]  # type: ignore[attr-defined]
     yield serving
     code, _ = serving.stop()

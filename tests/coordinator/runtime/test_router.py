@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -30,6 +29,30 @@ time.sleep(600)
 """
 
 _BEATING = "socket.heartbeat_ivl, socket.heartbeat_ttl = 50, 300; "
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """Start a process of the test's own that can be spoken to."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """Return its next line."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def nod_to(process: subprocess.Popen[str]) -> None:
+    """Let it go on."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 class House:
@@ -73,8 +96,6 @@ class House:
                 await asyncio.sleep(0.005)
 
 
-
-
 def number(frames: list[bytes]) -> int:
     """Return the message id of frames."""
     return decode(frames)[0].id
@@ -94,7 +115,7 @@ async def test_a_killed_process_is_noticed_at_once(tmp_path: Path) -> None:
     """Kill -9 closes its connection; the sweep that follows finds whose it was."""
     house = House(tmp_path)
     command = [sys.executable, "-c", _SILENT_PEER, house.endpoint]
-    with subprocess.Popen(command, env=clean_environment()) as victim, Peer(house.endpoint) as other:
+    with start(command) as victim, Peer(house.endpoint) as other:
         try:
             await house.until_messages(1)
             other.say(Leave(session=1))
@@ -107,7 +128,7 @@ async def test_a_killed_process_is_noticed_at_once(tmp_path: Path) -> None:
     (peer, reason, when) = house.gone[0]
     assert reason == "unreachable"
     assert peer == house.messages[0][0]
-    assert when - begun < 0.3  # 50 ms on a quiet machine
+    assert when - begun < 1.0  # 0.05 to 0.1 on a quiet machine
     assert house.router.peers == 1
     house.router.close()
     house.context.destroy(0)
@@ -118,7 +139,7 @@ async def test_a_stopped_process_is_noticed_by_its_silence(tmp_path: Path) -> No
     house = House(tmp_path)
     script = _SILENT_PEER.replace("socket.connect", _BEATING + "socket.connect")
     command = [sys.executable, "-c", script, house.endpoint]
-    with subprocess.Popen(command, env=clean_environment()) as victim:
+    with start(command) as victim:
         try:
             await house.until_messages(1)
             await asyncio.sleep(0.2)  # a heartbeat or two
@@ -139,7 +160,7 @@ socket.connect(sys.argv[1])
 for _ in range(100_000):
     socket.send(b"x" * 100)
 print("sent", flush=True)
-sys.stdin.read()
+sys.stdin.readline()
 os.kill(os.getpid(), 9)
 """
 
@@ -169,22 +190,15 @@ asyncio.run(main())
 def test_a_flood_that_breaks_off_does_not_abort_the_process(tmp_path: Path) -> None:
     """libzmq must not meet its assertion when a full connection breaks while we are busy."""
     endpoint = f"ipc://{tmp_path}/r.sock"
-    pipes: dict[str, Any] = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "text": True,
-        "env": clean_environment(),
-    }
-    with subprocess.Popen([sys.executable, "-c", _SLOW_OWNER, endpoint], **pipes) as owner:
+    with start([sys.executable, "-c", _SLOW_OWNER, endpoint]) as owner:
         try:
-            assert owner.stdout.readline() == "bound\n"
-            with subprocess.Popen([sys.executable, "-c", _FLOODER, endpoint], **pipes) as flooder:
-                owner.stdin.write("\n")
-                owner.stdin.flush()
-                assert flooder.stdout.readline() == "sent\n"
-                flooder.stdin.close()
+            assert line_of(owner) == "bound"
+            with start([sys.executable, "-c", _FLOODER, endpoint]) as flooder:
+                nod_to(owner)
+                assert line_of(flooder) == "sent"
+                nod_to(flooder)
                 flooder.wait(WAIT)
-            assert owner.stdout.readline() == "alive\n"
+            assert line_of(owner) == "alive"
             assert owner.wait(WAIT) == 0
         finally:
             owner.kill()

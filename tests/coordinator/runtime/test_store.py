@@ -64,12 +64,15 @@ def test_a_fresh_directory_is_a_fresh_instance(tmp_path: Path) -> None:
 def test_a_restart_keeps_everything_and_counts(tmp_path: Path) -> None:
     """Instance and key stay, the start number grows, epoch and worlds come back."""
     first = Store(tmp_path, CLOCK)
-    assert persist(
-        first,
-        Persist(epoch=3, sealed=record()),
-        Persist(epoch=4, sealed=record("d", 4)),
-        Persist(epoch=5, sealed=record("p", 5)),
-    ) == [None] * 3
+    assert (
+        persist(
+            first,
+            Persist(epoch=3, sealed=record()),
+            Persist(epoch=4, sealed=record("d", 4)),
+            Persist(epoch=5, sealed=record("p", 5)),
+        )
+        == [None] * 3
+    )
     first.close()
     second = Store(tmp_path, CLOCK)
     assert second.identity.instance == first.identity.instance
@@ -156,6 +159,7 @@ def test_after_a_failed_write_nothing_more_is_written(tmp_path: Path) -> None:
     real = store._commit
 
     def fail(batch: list[Persist]) -> None:
+        assert batch
         raise sqlite3.OperationalError("database or disk is full")
 
     store._commit = fail  # type: ignore[method-assign]
