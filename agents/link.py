@@ -227,6 +227,11 @@ class LinkThread:
 
     def _send(self) -> None:
         session = self.core.session
+        if session.reconnect:
+            session.reconnect = False
+            endpoint = self._daemon.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._daemon.disconnect(endpoint)
+            self._daemon.connect(endpoint)
         out, session.out = session.out, []
         for message_id, message in out:
             # A full pipe drops it: what matters is repeated until answered.

@@ -11,8 +11,9 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from rankgate.agents.outstanding import RETRY_LONGEST, Answer, Outstanding
+from rankgate.agents.outstanding import RETRY_FIRST, RETRY_LONGEST, Answer, Outstanding
 from rankgate.agents.spread import Spread
+from rankgate.proto.codes import Code
 from rankgate.proto.descriptor import Descriptor
 from rankgate.proto.findings import Finding
 from rankgate.proto.messages import (
@@ -106,6 +107,8 @@ class Session:
         self.findings: list[Finding] = []
         self.refusal: Refusal | None = None
         self.answered_at = now
+        self.reconnect = False
+        """Set when the connection itself must be made anew; cleared by whoever does it."""
         self.out: list[tuple[int, Struct]] = []
         self.on_push: Callable[[Struct, int], None] = lambda _message, _now: None
         self.on_live: Callable[[], None] = lambda: None
@@ -172,8 +175,7 @@ class Session:
         if self.state in {SessionState.LEFT, SessionState.REFUSED}:
             return
         if isinstance(message, Refusal):
-            self.refusal = message
-            self.state = SessionState.REFUSED
+            self._refused_outright(message, now)
         elif isinstance(message, Probe):
             if self.session:
                 self.out.append((message_id, ProbeAck(session=self.session)))
@@ -188,6 +190,17 @@ class Session:
             if isinstance(message, Opened | Registered | Welcome):
                 self.ticks.note(message.tick, request.sent, now)
             request.on_answer(message, now)
+
+    def _refused_outright(self, message: Refusal, now: int) -> None:
+        """Another wire version is final; a connection that was cut off is made anew."""
+        if message.code != Code.NO_SESSION.id:
+            self.refusal = message
+            self.state = SessionState.REFUSED
+        elif not self.reconnect:
+            self.reconnect = True
+            self._resume = 0
+            self._outstanding.hurry(now)
+            self._say_hello(now, RETRY_FIRST)
 
     def _push(self, number: int, message: Struct, now: int) -> None:
         if self.session and number == self._seen + 1:

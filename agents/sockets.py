@@ -38,7 +38,9 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socke
         SettingError: the endpoint is none.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    configure_socket(socket)
+    # No receive limit: libzmq aborts the process when a heartbeat runs out on a connection that
+    # broke while it was held back (libzmq issue 4364). The daemon bounds what it sends.
+    configure_socket(socket, rcvhwm=0)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -55,7 +57,8 @@ def dial(
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """Return a DEALER on its way to a source, and the monitor of its connection."""
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    configure_socket(socket, maxmsgsize=MAX_DATA_FRAME_BYTES)
+    # No heartbeats between agents, for the same reason: the daemon says who is gone.
+    configure_socket(socket, maxmsgsize=MAX_DATA_FRAME_BYTES, heartbeat_ivl=0)
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     socket.connect(address)
     return socket, monitor
@@ -92,7 +95,7 @@ class LinkSocket:
         """
         self._folder = ""
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        configure_socket(self.socket)
+        configure_socket(self.socket, heartbeat_ivl=0)
         self.socket.router_mandatory = True
         endpoint = wanted or self._endpoint(daemon)
         try:

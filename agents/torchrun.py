@@ -299,13 +299,10 @@ def _bytes(store: Store, name: str) -> bytes:
 
 def _too_late(store: Store, place: Place, keys: Keys) -> str:
     written, taken = _values(store, place, keys.rank), _values(store, place, keys.taken)
-    record = _record(store, keys.record).incarnations
-    if place.rank != 0:
-        # The record that is there names an earlier round, so its processes are the old ones.
-        missing = [rank for rank, one in enumerate(written) if one is None or one in record]
-    else:
-        missing = [
-            rank for rank, one in enumerate(written) if one is None or (rank and taken[rank] != one)
-        ]
+    # On other ranks the record that is there names an earlier start, so its processes are old.
+    old = _record(store, keys.record).incarnations if place.rank else []
+    missing = [rank for rank, one in enumerate(written) if one is None or one in old]
+    if place.rank == 0 and not missing:
+        missing = [rank for rank, one in enumerate(written) if rank and taken[rank] != one]
     who = f"{ranks_text(missing)} said nothing" if missing else "rank 0 published nothing"
     return f"no round token of world {place.world!r} in time: {who}"

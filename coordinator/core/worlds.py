@@ -358,7 +358,7 @@ class Worlds:
         left = world.rounds.get(session.round) if world else None
         if world is None or left is None or left.members.get(session.rank) is not session:
             return
-        side = Side(f"{world.name} rank {session.rank}", f"gone: {session.why}")
+        side = Side(session.who, f"gone: {session.why}")
         found = finding(Code.WORLD_BROKEN, f"world {world.name}", side)
         left.remove(session)
         if world.sealed is left:
@@ -396,11 +396,13 @@ class Worlds:
         broken.began = self._turn.now
         broken.overdue = False
         broken.findings = []
-        self._refuse(world, [found])
+        on_purpose = bool(lost) and all(session.left for session in lost or ())
+        if not on_purpose:
+            self._refuse(world, [found])
         self._turn.tell(
             f"world:{world.name}",
             "world_broken",
-            "warning",
+            "info" if on_purpose else "warning",
             world=world.name,
             epoch=world.epoch,
             why=found.message,

@@ -15,7 +15,7 @@ from rich.text import Text
 from rankgate.coordinator.cli.demo import faults
 from rankgate.coordinator.cli.demo.faults import Evidence
 from rankgate.coordinator.cli.demo.job import DECODE, PREFILL, Job, Result
-from rankgate.coordinator.cli.tables import short_ranks, size
+from rankgate.coordinator.cli.tables import short_ranks, size, transfers_sentence
 from rankgate.proto.findings import ranks_text
 from rankgate.proto.views import PairView
 
@@ -172,8 +172,11 @@ def _pair(pair: PairView) -> dict[str, Any]:
     }
 
 
-def _requests(evidence: Evidence) -> dict[str, int]:
-    """Return requests by how they ended; ``failed_attempts`` counts those that were repeated."""
+def _requests(evidence: Evidence) -> dict[str, Any]:
+    """Return requests by how they ended, and the daemon's count of transfers by state.
+
+    ``failed_attempts`` counts those that were repeated.
+    """
     notes = evidence.watch.of(DECODE)
     attempts = Counter(
         {
@@ -185,6 +188,7 @@ def _requests(evidence: Evidence) -> dict[str, int]:
         "total": evidence.job.requests,
         "delivered": evidence.watch.delivered,
         "failed_attempts": attempts.total(),
+        "transfers": evidence.status.transfers,
     }
 
 
@@ -292,6 +296,7 @@ def _totals(report: dict[str, Any]) -> Table:
         f"{requests['delivered']} of {requests['total']} delivered"
         + (f", {again} failed first and were repeated" if again else ""),
     )
+    table.add_row("transfers", transfers_sentence(requests["transfers"]))
     sources = [rank for world in report["worlds"] for rank in world["ranks"]]
     at_count = sum(rank["released_at_count"] for rank in sources)
     by_outcome = sum(rank["released_by_outcome"] for rank in sources)
@@ -305,7 +310,23 @@ def _totals(report: dict[str, Any]) -> Table:
     table.add_row("staged left", str(report["staged_left"]))
     phases = (f"{name} {value:.1f} s" for name, value in report["seconds"].items())
     table.add_row("time", ", ".join(phases))
+    if steps := _per_transfer(report):
+        table.add_row("per transfer", steps)
     return table
+
+
+def _per_transfer(report: dict[str, Any]) -> str:
+    """Return how long the steps of a transfer took a decode rank on average."""
+    ranks = [rank for world in report["worlds"] for rank in world["ranks"]]
+    ranks = [rank for rank in ranks if rank["send_count"] and rank["outcomes"]]
+    count = sum(sum(rank["outcomes"].values()) for rank in ranks)
+    if not count:
+        return ""
+    steps = (("grant", "open to grant"), ("data", "to data"), ("outcome", "to outcome"))
+    return ", ".join(
+        f"{words} {1000 * sum(rank['seconds'].get(name, 0) for rank in ranks) / count:.1f} ms"
+        for name, words in steps
+    )
 
 
 def _print_refusal(refusal: dict[str, Any], console: Console) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rankgate.coordinator.cli.client import DaemonUnreachableError, OperatorClient
+from rankgate.coordinator.cli.client import DaemonUnreachableError, OperatorClient, OperatorError
 from rankgate.coordinator.cli.demo import faults
 from rankgate.coordinator.cli.demo.faults import Evidence
 from rankgate.coordinator.cli.demo.job import DECODE, PREFILL, Folder, Job
@@ -21,7 +21,7 @@ from rankgate.coordinator.cli.demo.launch import Program, Programs, python, torc
 from rankgate.coordinator.cli.demo.progress import Show
 from rankgate.coordinator.cli.demo.report import make_report
 from rankgate.coordinator.cli.demo.watch import Watch
-from rankgate.proto.views import StatusView
+from rankgate.proto.views import StatusView, View
 
 STEP_SECONDS: Final = 0.1
 """How often journals and views are looked at."""
@@ -78,8 +78,8 @@ class Run:
             self._seconds["daemon"] = time.monotonic() - began
             self._start_worlds()
             self._follow(client)
-            pairs = client.ask("pairs").pairs or []
-            self._status = client.ask("status").status
+            pairs = self._ask(client, "pairs").pairs or []
+            self._status = self._ask(client, "status").status
             self._phases(began)
             self._leave()
         self._seconds["total"] = time.monotonic() - began
@@ -137,7 +137,7 @@ class Run:
         """Watch until the run has come to what it is for, or cannot any more."""
         goal = self._goal()
         while True:
-            self._status = client.ask("status").status
+            self._status = self._ask(client, "status").status
             self._watch.read()
             self._note_refusal()
             self._show.update(self.job, self._watch, self._status)
@@ -147,6 +147,13 @@ class Run:
             if self.job.fault == faults.DEAD_RANK:
                 self._kill_when_under_way()
             time.sleep(STEP_SECONDS)
+
+    def _ask(self, client: OperatorClient, view: str) -> View:
+        try:
+            return client.ask(view)
+        except OperatorError as error:
+            self._check()
+            raise DemoError(self._where(str(error))) from error
 
     def _goal(self) -> Callable[[], bool]:
         if self.job.fault in {"", faults.DEAD_RANK}:

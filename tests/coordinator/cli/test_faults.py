@@ -117,7 +117,12 @@ def test_a_clean_run_is_exit_0(tmp_path: Path, views: SimpleNamespace) -> None:
     assert made["problems"] == []
     assert made["exit"] == 0
     assert made["bytes"] == 60
-    assert made["requests"] == {"total": 3, "delivered": 3, "failed_attempts": 0}
+    assert made["requests"] == {
+        "total": 3,
+        "delivered": 3,
+        "failed_attempts": 0,
+        "transfers": {"granted": 16, "delivered": 12, "open": 4},
+    }
 
 
 @pytest.mark.parametrize(

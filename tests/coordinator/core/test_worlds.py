@@ -885,3 +885,18 @@ def test_a_rank_that_stalls_or_goes_while_its_world_forms_is_no_loss_of_a_seal()
     agents[0].hello(session=agents[0].session)
     assert agents[1].told(WorldSealed)
     assert bench.core.worlds.by_name["p"].unfit == 0
+
+
+def test_a_rank_that_leaves_on_purpose_is_no_refusal() -> None:
+    """A job that ends well leaves operators nothing to read; its world is forgotten."""
+    bench = Bench()
+    agents = bench.seal(prefill(tp=2))
+    agents[0].leave("done")
+    status = bench.query("status").status
+    assert status is not None
+    assert status.refusals == []
+    assert "gone: left: done" in status.worlds[0].findings[-1].message
+    agents[1].leave("done")
+    status = bench.query("status").status
+    assert status is not None
+    assert status.worlds == []
