@@ -161,7 +161,11 @@ class RankAgent:
         metadata = description.metadata()
         blob = encode_blob(metadata)
         self._context = make_context()
-        self._bound = LinkSocket(self._context, daemon, link)
+        try:
+            self._bound = LinkSocket(self._context, daemon, link)
+        except AgentError:
+            self._context.term()
+            raise
         try:
             daemon_socket = connect(self._context, daemon)
         except AgentError:

@@ -151,8 +151,9 @@ class Ledger:
         self._parked: dict[tuple[int, int], Presentation] = {}
         self._early: dict[int, EarlyEnds] = {}
         self._done: dict[int, tuple[int, str]] = {}
-        self._delivered: dict[str, tuple[int, int]] = {}
-        """Delivered before it was staged: request -> (transfer, when); a notice contact is late."""
+        self._delivered: dict[str, tuple[int, int, int]] = {}
+        """Delivered before it was staged: request -> (transfer, receive_count, when), as a notice
+        contact may be late."""
         self._now = 0
         self.events: list[AgentEvent] = []
         self.sendings: list[Sending] = []
@@ -187,7 +188,7 @@ class Ledger:
         self._now = max(self._now, now)
         staged = self.staged[request] = Staged(request, held, nbytes, until)
         if request in self._delivered:
-            staged.transfer, _ = self._delivered.pop(request)
+            staged.transfer, staged.receive_count, _ = self._delivered.pop(request)
             self._close(staged, "delivered")
             return None
         for key, shown in list(self._parked.items()):
@@ -357,8 +358,13 @@ class Ledger:
 
     # --- the daemon and the transport ------------------------------------------------------
 
-    def outcome(self, transfer: int, request: str, outcome: str, now: int) -> None:
-        """Take the daemon's outcome: the contacts hold the memory no longer."""
+    def outcome(
+        self, transfer: int, request: str, outcome: str, now: int, receive_count: int = 0
+    ) -> None:
+        """Take the daemon's outcome: the contacts hold the memory no longer.
+
+        ``receive_count`` is the verdict's, for a request whose grant this rank never saw.
+        """
         known = transfer in self._done
         self._done[transfer] = (now, outcome)
         self._early.pop(transfer, None)
@@ -367,9 +373,10 @@ class Ledger:
         staged = self._by_transfer.get(transfer) or self.staged.get(request)
         if staged is not None and staged.transfer in {0, transfer}:
             staged.transfer = transfer
+            staged.receive_count = staged.receive_count or receive_count
             self._close(staged, outcome)
         elif staged is None and not known and outcome == "delivered":
-            self._delivered[request] = (transfer, now)
+            self._delivered[request] = (transfer, receive_count, now)
 
     def withdraw(self, request: str, reason: str) -> None:
         """Give a request up that no transfer is known of."""
@@ -434,7 +441,7 @@ class Ledger:
             if now - early.at < _REMEMBER_MS:
                 break
             del self._early[transfer]
-        for request, (_, at) in list(self._delivered.items()):
+        for request, (_, _, at) in list(self._delivered.items()):
             if now - at < _REMEMBER_MS:
                 break
             del self._delivered[request]

@@ -182,7 +182,8 @@ class RankCore:
             epochs = (item.source_epoch, item.destination_epoch)
             pair = self.pairs.get(epochs)
             if pair is None or pair.sending:
-                self.source.ledger.outcome(item.transfer, item.request, item.outcome, now)
+                count = pair.verdict.receive_count if pair else 0
+                self.source.ledger.outcome(item.transfer, item.request, item.outcome, now, count)
             self.destination.table.outcome(item)
 
     def _aborting(self, message: Aborting, _now: int) -> None:

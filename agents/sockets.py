@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket as posix
 import tempfile
@@ -18,6 +19,8 @@ from rankgate.proto.sockets import configure_socket, seed_routing_ids
 
 _SEEDED: set[int] = set()
 _SEEDING = threading.Lock()
+_MAPPED = re.compile(r"tcp://\[::ffff:([0-9.]+)\]:")
+_WILDCARDS = ("tcp://0.0.0.0:", "tcp://[::]:")
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -105,7 +108,12 @@ class LinkSocket:
             self.remove()
             text = f"cannot bind the link address {endpoint!r}: {error.strerror}; set RANKGATE_LINK"
             raise SettingError(text) from error
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = plain_address(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        if self.address.startswith(_WILDCARDS):
+            self.socket.close(0)
+            raise SettingError(
+                f"nobody can dial the link address {endpoint!r}: give the address of one interface"
+            )
 
     def _endpoint(self, daemon: str) -> str:
         if daemon.startswith("ipc://"):
@@ -117,6 +125,11 @@ class LinkSocket:
         """Remove the private directory; the socket is closed by its owner."""
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def plain_address(endpoint: str) -> str:
+    """Return an endpoint as people write it: an IPv4 address that IPv6 carries is undone."""
+    return _MAPPED.sub(r"tcp://\1:", endpoint)
 
 
 def route_address(daemon: str) -> str:

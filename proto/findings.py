@@ -58,7 +58,7 @@ def finding(code: Code, field: str, *sides: Side, detail: str = "", hint: str = 
         Side(_cut(side.who, _LONGEST_SIDE), _cut(side.value, _LONGEST_SIDE))
         for side in sides[:_MOST_SIDES]
     )
-    values = "; ".join(f"{side.who} has {side.value}" for side in shown)
+    values = "; ".join(f"{side.who} {_verb(side.who)} {side.value}" for side in shown)
     if len(sides) > len(shown):
         values += f"; and {len(sides) - len(shown)} more"
     field = _cut(field, _LONGEST_SIDE)

@@ -23,10 +23,10 @@ MAX_BATCH = 1024
 """Most opens, grants, ends or outcomes in one message."""
 
 MAX_NAME = 64
-"""Longest world, group or component name, in bytes of UTF-8."""
+"""Longest world, group or component name, in characters."""
 
 MAX_REQUEST = 128
-"""Longest request id, in bytes of UTF-8."""
+"""Longest request id, in characters."""
 
 MAX_TEXT = 4096
 """Longest human text a peer may send, in characters."""

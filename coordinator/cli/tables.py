@@ -24,6 +24,10 @@ from rankgate.proto.views import (
 WIDE = 110
 """From this many columns on, tables show what is nice to have, too."""
 
+MOST_ENDED = 20
+"""Ended transfers in a table."""
+
+OPEN = {"granted", "aborting"}
 GOOD = {"sealed", "ready", "live", "delivered", "granted"}
 BAD = {"rejected", "gone", "missing", "failed", "stalled", "disconnected", "expired"}
 
@@ -118,13 +122,15 @@ def print_pairs(pairs: Sequence[PairView], console: Console | None = None) -> No
 
 
 def print_transfers(transfers: Sequence[TransferView], console: Console | None = None) -> None:
-    """Print every transfer with the ranks that have not ended, oldest first."""
+    """Print open transfers with the ranks that have not ended, then the latest ended ones."""
     console = console or stdout_console()
     if not transfers:
         console.print("no transfer is known")
         return
-    table = _table("request", "pair", "state", "ended", "not ended", "age>", "left>")
-    for item in sorted(transfers, key=lambda each: -each.age_ms):
+    table = _table("request", "pair", "state", "ended", "not ended", "age>", "left>", gap=1)
+    shown = [item for item in transfers if item.state in OPEN]
+    ended = [item for item in transfers if item.state not in OPEN]
+    for item in (*shown, *ended[:MOST_ENDED]):
         attempt = f" #{item.attempt}" if item.attempt else ""
         table.add_row(
             Text(f"{item.request}{attempt}"),
@@ -136,7 +142,10 @@ def print_transfers(transfers: Sequence[TransferView], console: Console | None =
             Text(duration(item.left_ms)),
         )
     console.print(table)
-    found = [Shown(f"transfer {item.request}", item.finding) for item in transfers if item.finding]
+    if len(ended) > MOST_ENDED:
+        console.print(f"and {len(ended) - MOST_ENDED} more that have ended; -o json shows all")
+    listed = (*shown, *ended[:MOST_ENDED])
+    found = [Shown(f"transfer {item.request}", item.finding) for item in listed if item.finding]
     print_findings(found, console)
 
 
@@ -333,9 +342,9 @@ def _state(state: str) -> Text:
     return Text(state, style=style)
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str, gap: int = 2) -> Table:
     """Return a table without lines; a name that ends in ``>`` is a column of numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     for name in columns:
         number = name.endswith(">")
         table.add_column(name.rstrip(">"), justify="right" if number else "left", overflow="fold")

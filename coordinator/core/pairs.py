@@ -54,6 +54,8 @@ class Pair:
         self.transfers: Counter[str] = Counter()
         self.profile = ""
         self.ranks = 0
+        self.senders: dict[int, list[Session]] = {}
+        """Source ranks by data-parallel group; shared and never changed, like receivers."""
         self.receivers: dict[int, dict[int, Session]] = {}
         """Destination ranks by data-parallel group; shared by all transfers, never changed."""
 
@@ -153,7 +155,9 @@ class Pairs:
         self.by_epochs[epochs] = pair
         pair.linked.clear()
         pair.ranks = len(source.members()) + len(destination.members())
-        pair.receivers = {}
+        pair.receivers, pair.senders = {}, {}
+        for session in source.members():
+            pair.senders.setdefault(session.dp, []).append(session)
         for session in destination.members():
             pair.receivers.setdefault(session.dp, {})[session.rank] = session
         pair.profile = source.shape.profile if source.shape else ""

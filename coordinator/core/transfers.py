@@ -7,7 +7,7 @@ touches the store, and no list grows with history beyond what tombstones need.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rankgate.coordinator.core.pairs import Epochs, Pair, Pairs
 from rankgate.coordinator.core.sessions import Session, Sessions
@@ -58,25 +58,26 @@ class Transfer:
         "item",
         "opened",
         "pair",
-        "source_world",
+        "sources",
         "state",
         "until",
     )
 
     def __init__(
-        self, transfer_id: int, item: OpenItem, pair: Pair, worlds: tuple[World, World], now: int
+        self, transfer_id: int, item: OpenItem, pair: Pair, destination: World, now: int
     ) -> None:
         """Begin granted."""
         self.id = transfer_id
         self.item = item
         self.pair = pair
         self.epochs: Epochs = pair.epochs
-        self.source_world, self.destination_world = worlds
+        self.destination_world = destination
         self.state = TransferState.GRANTED
         self.opened = now
         self.until = 0
         self.grant = b""
         self.expected: Mapping[int, Session] = pair.receivers[item.destination_dp]
+        self.sources: Sequence[Session] = pair.senders[item.source_dp]
         self.ended: set[int] = set()
         self.failures: dict[int, Finding] = {}
         self.finding: Finding | None = None
@@ -126,6 +127,8 @@ class Transfers:
         self._next = identity.start << 32
         self.by_id: dict[int, Transfer] = {}
         self._by_key: dict[tuple[int, int, str, int], Transfer] = {}
+        self._open: dict[Epochs, dict[int, Transfer]] = {}
+        """Transfers without an outcome, so that a break costs only those."""
         self.totals: Counter[str] = Counter()
         self._named: list[Transfer] = []
 
@@ -163,9 +166,10 @@ class Transfers:
             side = Side("the daemon", f"{len(self.by_id)} transfers and tombstones")
             return self._deny(session, finding(Code.BUSY, "transfers", side))
         self._next += 1
-        transfer = Transfer(self._next, item, pair, (source, destination), self._turn.now)
+        transfer = Transfer(self._next, item, pair, destination, self._turn.now)
         self.by_id[transfer.id] = transfer
         self._by_key[key] = transfer
+        self._open.setdefault(transfer.epochs, {})[transfer.id] = transfer
         self.totals["granted"] += 1
         pair.transfers["granted"] += 1
         self._issue(transfer, item.ttl)
@@ -300,6 +304,10 @@ class Transfers:
     def _finish(self, transfer: Transfer, to: TransferState, found: Finding | None) -> None:
         transfer.state = change(TRANSFER_TABLE, transfer.state, to)
         transfer.finding = found
+        still = self._open[transfer.epochs]
+        del still[transfer.id]
+        if not still:
+            del self._open[transfer.epochs]
         self.totals[to.value] += 1
         transfer.pair.transfers[to.value] += 1
         self._named.append(transfer)
@@ -333,11 +341,11 @@ class Transfers:
                     self._sessions.push(session, message)
 
     def _scope(self, transfer: Transfer) -> list[Session]:
-        """Return the live ranks of both sides that the transfer concerns."""
-        source = transfer.source_world
-        sources = source.members() if source.epoch == transfer.epochs[0] else []
-        listeners = [s for s in sources if s.dp == transfer.item.source_dp]
-        return [*listeners, *transfer.expected.values()]
+        """Return the ranks of both sides that the transfer concerns; a lost one hears nothing.
+
+        As they were when it was granted: survivors of a broken world still hold its memory.
+        """
+        return [*transfer.sources, *transfer.expected.values()]
 
     # --- aborting and time ----------------------------------------------------------------
 
@@ -400,13 +408,12 @@ class Transfers:
         """
         if lost == "source":
             return
-        for transfer in list(self.by_id.values()):
-            if transfer.epochs != epochs or transfer.state not in _OPEN_STATES:
-                continue
+        for transfer in list(self._open.get(epochs, {}).values()):
             gone = [rank for rank, session in transfer.expected.items() if not session.counts]
-            code = Code.DESTINATION_LOST if lost else Code.PAIR_NOT_READY
             sides = [Side(pair.destination, f"{ranks_text(gone)} gone")] if gone else []
-            found = finding(code, f"pair {pair.name}", *sides)
+            found = finding(Code.DESTINATION_LOST, f"pair {pair.name}", *sides)
+            if lost is None:
+                found = pair.findings[-1]  # what the pair was refused for
             self._finish(transfer, TransferState.FAILED, transfer.finding or found)
 
     # --- words ----------------------------------------------------------------------------

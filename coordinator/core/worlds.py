@@ -367,12 +367,23 @@ class Worlds:
             world.rounds.pop(left.token, None)
             if session.left and not world.rounds:
                 self._forget(world)
+            else:
+                self._forget_later(world)
             return
         self._consider(world, left)
         self._tell(world, left, [found])
 
+    def _forget_later(self, world: World) -> None:
+        """A world that crashed is shown for ``stall``; by then it is back, or has been replaced."""
+
+        def look() -> None:
+            if not world.rounds and self.by_name.get(world.name) is world:
+                self._forget(world)
+
+        self._turn.deadlines.at(self._turn.now + self._settings.stall, look)
+
     def _forget(self, world: World) -> None:
-        """Drop a world whose last rank left on purpose: nothing is wrong with it."""
+        """Drop a world without any rank: it left on purpose, or crashed and did not come back."""
         del self.by_name[world.name]
         self._unconfirmed.pop(world.name, None)
         self._turn.effects.append(Persist(self._epoch, removed=world.name))

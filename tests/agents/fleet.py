@@ -12,6 +12,7 @@ import heapq
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -262,7 +263,8 @@ class Rank:
         return [
             event
             for event in self.events
-            if isinstance(event, of) and (request is None or event.request == request)
+            if isinstance(event, of)
+            and (request is None or getattr(event, "request", None) == request)
         ]
 
     def take_events(self) -> None:
@@ -367,7 +369,7 @@ class Fleet:
                 case Judge():
                     ours, theirs = effect.source, effect.destination
                     reached = VerdictReached(ours.digest, theirs.digest, judge(ours, theirs))
-                    self._at(self.now + 1, lambda reached=reached: self.step(reached))
+                    self._at(self.now + 1, partial(self.step, reached))
                 case Persist():
                     self._persist(effect)
                 case CutOff():
@@ -420,7 +422,7 @@ class Fleet:
             if rank in {source, destination}:
                 del self._inbound[route]
                 if destination.alive:
-                    self._at(self.now + 2, lambda d=destination, k=key: self._link_down(d, k))
+                    self._at(self.now + 2, partial(self._link_down, destination, key))
 
     def _link_down(self, rank: Rank, key: LinkKey) -> None:
         if rank.alive and rank.dialed.pop(key, None) is not None:

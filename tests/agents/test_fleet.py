@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rankgate.agents.events import Arrived, Outcome, Released, Wanted
@@ -10,7 +12,7 @@ from rankgate.proto.messages import Claim
 from tests.agents.fleet import Fleet, Rank
 from tests.coordinator.core.harness import Job, decode, prefill
 
-SHAPES = [
+SHAPES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"tp": 4}, {"tp": 4}, {}),
     ({"tp": 2}, {"tp": 4}, {}),
     ({"tp": 4}, {"tp": 2}, {}),
@@ -21,7 +23,7 @@ SHAPES = [
 ]
 
 
-def jobs(ours: dict[str, int], theirs: dict[str, int], both: dict[str, object]) -> tuple[Job, Job]:
+def jobs(ours: dict[str, Any], theirs: dict[str, Any], both: dict[str, Any]) -> tuple[Job, Job]:
     """Return a prefill and a decode job."""
     return prefill(**{**both, **ours}), decode(**{**both, **theirs})
 
@@ -58,7 +60,7 @@ def nothing_left(fleet: Fleet) -> bool:
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize(("ours", "theirs", "both"), SHAPES)
 def test_every_byte_arrives_and_every_source_releases_once(
-    ours: dict[str, int], theirs: dict[str, int], both: dict[str, object], layout: str
+    ours: dict[str, Any], theirs: dict[str, Any], both: dict[str, Any], layout: str
 ) -> None:
     """Bytes are compared at Arrived; released means receive_count ended, and once (B01, B07)."""
     fleet = Fleet()

@@ -351,3 +351,17 @@ def test_ten_thousand_random_operations_leave_nothing_staged() -> None:
     assert ledger.staged_bytes == 0
     assert Counter(event.request for event in released(ledger)) == staged
     assert grant_of().ttl == 10_000
+
+
+def test_an_outcome_that_comes_before_the_notice_tells_the_count() -> None:
+    """A notice contact that never saw the grant is released with the verdict's own count."""
+    ledger = Ledger(max_op=10)
+    assert ledger.stage("r", {"full": [0]}, 1, 1000, 0) is None
+    ledger.outcome(7, "r", "delivered", 0, 3)
+    ledger.outcome(8, "late", "delivered", 0, 2)
+    assert ledger.stage("late", {"full": [1]}, 1, 1000, 0) is None
+    released = [event for event in ledger.events if isinstance(event, Released)]
+    assert [(one.request, one.ended, one.receive_count) for one in released] == [
+        ("r", 3, 3),
+        ("late", 2, 2),
+    ]

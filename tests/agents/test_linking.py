@@ -65,9 +65,9 @@ def answer_to(fleet: Fleet, message: Any) -> Any:  # noqa: ANN401 - any message 
     source, _ = both(fleet)
     side = source.core.source
     side.receive(ROUTE, 5, message, fleet.now)
-    (found,) = [item for route, _, item in side.out if route == ROUTE] or [None]
+    found = [item for route, _, item in side.out if route == ROUTE]
     side.out.clear()
-    return found
+    return found[0] if found else None
 
 
 def test_a_repeated_hello_is_welcomed_again(fleet: Fleet) -> None:
@@ -109,6 +109,7 @@ def test_an_older_epoch_is_stale_and_a_newer_one_is_waited_for(fleet: Fleet) -> 
     source.core.source.tick(fleet.now)
     ((_, number, late),) = source.core.source.out
     assert number == 5
+    assert isinstance(late, Rejected)
     assert late.findings[0].slug == "stale_epoch"
 
 
@@ -127,7 +128,7 @@ def test_who_has_no_link_is_told_so(fleet: Fleet) -> None:
 
 
 def test_metadata_that_was_not_validated_refuses_the_pair() -> None:
-    """The source's blob has another digest than it registered: both worlds hear metadata_mismatch."""
+    """The blob has another digest than was registered: both worlds hear metadata_mismatch."""
     fleet = Fleet()
     (source,) = fleet.launch(prefill())
     source.core.registered = Registered(
@@ -148,11 +149,11 @@ def test_metadata_that_was_not_validated_refuses_the_pair() -> None:
 
 
 def test_a_contact_that_does_not_answer_is_named_and_still_waited_for() -> None:
-    """After 10 s link_failed names rank and address; when it answers, the pair is ready after all."""
+    """After 10 s link_failed names its address; when it answers, the pair is ready after all."""
     fleet = Fleet()
     (source,) = fleet.launch(prefill())
     (destination,) = fleet.launch(decode())
-    fleet.until(lambda: destination.core.pairs)
+    fleet.until(lambda: bool(destination.core.pairs))
     route = destination.core.destination
     silent, route.receive = route.receive, lambda *_args: None  # type: ignore[method-assign]
     fleet.run(LINK_MS + 500)
@@ -201,9 +202,6 @@ def test_a_newer_epoch_drops_what_belongs_to_the_older() -> None:
     assert list(taker.core.pairs) == [after]
     assert after[0] > before[0]
     assert {key[0] for key in taker.dialed} == {after}
-    assert all(
-        isinstance(rank.core.pairs[after].verdict.grant_key, bytes) for rank in fleet.of(source)
-    )
 
 
 def test_linked_carries_claims_and_the_table_digest() -> None:

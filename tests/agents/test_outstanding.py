@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from msgspec import Struct
 
 from rankgate.agents.outstanding import RETRY_FIRST, RETRY_LONGEST, Outstanding
@@ -20,7 +22,7 @@ def test_repeats_keep_their_id_and_come_ever_more_slowly() -> None:
     times = []
     for now in range(20_000):
         times += [now for _ in table.due(now)]
-    gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+    gaps = [later - sooner for sooner, later in pairwise(times)]
     assert times[0] == 0
     expected = RETRY_FIRST
     for gap in gaps:
@@ -32,8 +34,8 @@ def test_repeats_keep_their_id_and_come_ever_more_slowly() -> None:
 def test_an_answer_belongs_to_its_owner_once() -> None:
     """A second answer under the same id, or one nobody asked for, finds no owner."""
     table, answers = Outstanding(1), []
-    first = table.add("a", build, lambda answer, now: answers.append(("a", now)), 0)
-    table.add("b", build, lambda answer, now: answers.append(("b", now)), 0)
+    first = table.add("a", build, lambda _answer, now: answers.append(("a", now)), 0)
+    table.add("b", build, lambda _answer, now: answers.append(("b", now)), 0)
     taken = table.answered(first.id)
     assert taken is first
     taken.on_answer(Left(), 5)
@@ -45,8 +47,9 @@ def test_an_answer_belongs_to_its_owner_once() -> None:
 
 def test_what_is_given_up_tells_its_owner_and_is_never_sent_again() -> None:
     """At its deadline, once."""
-    table, given_up = Outstanding(1), []
-    table.add("k", build, lambda answer, now: None, 0, until=500, on_timeout=given_up.append)
+    table = Outstanding(1)
+    given_up: list[int] = []
+    table.add("k", build, lambda _answer, _now: None, 0, until=500, on_timeout=given_up.append)
     for now in range(0, 3000, 10):
         sent = list(table.due(now))
         assert not sent or now < 500
@@ -57,7 +60,7 @@ def test_what_is_given_up_tells_its_owner_and_is_never_sent_again() -> None:
 def test_a_repeat_does_not_move_the_time_of_its_first_sending() -> None:
     """The answer may be to the first: only that time bounds the answerer's clock from above."""
     table = Outstanding(1)
-    request = table.add("k", build, lambda answer, now: None, 100)
+    request = table.add("k", build, lambda _answer, _now: None, 100)
     assert len(list(table.due(100))) == 1
     assert len(list(table.due(5000))) == 1
     assert request.sent == 100

@@ -1,9 +1,9 @@
-"""The conversation with the daemon: loud failures, order of pushes, resuming, bounds on its clock."""
+"""The conversation with the daemon: loud failures, order of pushes, resuming, its clock."""
 
 from __future__ import annotations
 
 import random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +49,7 @@ class Talk:
         """Begin at 0 ms."""
         self.now = 0
         self.session = Session(IDENTITY, decode().describe(0), 0, seed=3)
-        self.pushes: list[Struct] = []
+        self.pushes: list[Any] = []
         self.fresh: list[bool] = []
         self.session.on_push = lambda message, _now: self.pushes.append(message)
         self.session.on_fresh = self.fresh.append
@@ -235,7 +235,7 @@ def test_after_leaving_nothing_is_said_any_more() -> None:
 
 @given(seed=st.integers(0, 1 << 30), offset=st.integers(-(10**9), 10**9))
 def test_the_true_tick_lies_between_the_bounds_whatever_the_delays(seed: int, offset: int) -> None:
-    """Upper from when the question was sent, lower from when the answer was read (protocol: time)."""
+    """Upper from when a question was sent, lower from when its answer was read."""
     rng, ticks, now = random.Random(seed), Ticks(), 10**10
     for _ in range(40):
         sent = now

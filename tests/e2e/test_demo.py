@@ -71,7 +71,7 @@ def test_two_to_four_moves_every_byte() -> None:
         "prefill": 2,
         "decode": 4,
     }
-    assert done.report["refusals"] == []
+    assert not [item for item in done.report["refusals"] if item["seen_by"]]
 
 
 def test_four_to_two_with_replicated_heads_counts_notices() -> None:

@@ -90,6 +90,9 @@ def _problems(evidence: Evidence, pairs: Sequence[PairView]) -> list[str]:
         return found + faults.missing_recovery(evidence) + _disagreements(results, pairs)
     if job.fault:
         return found + faults.missing_refusal(evidence)
+    refused = {f"{found.code} {found.slug}" for r in results for found in r.findings}
+    if refused:
+        return [*found, f"refused, though no fault was put in: {', '.join(sorted(refused))}"]
     for result in results:
         done = result.outcomes.get("delivered", 0)
         if done != job.requests:
@@ -227,7 +230,8 @@ def print_report(report: dict[str, Any], job: Job, console: Console | None = Non
 
 def _verdict(report: dict[str, Any]) -> str:
     if report["exit"] == EXIT_NO:
-        return f"not as it should be: {len(report['problems'])} problems, listed at the end"
+        count = len(report["problems"])
+        return f"not as it should be: {count} {'problem' if count == 1 else 'problems'}, at the end"
     if report["exit"] == EXIT_REFUSED and report["break"] == faults.DEAD_RANK:
         return "the rank's death was told to all, and the world paired again and finished"
     if report["exit"] == EXIT_REFUSED:

@@ -157,8 +157,14 @@ class Run:
 
     def _goal(self) -> Callable[[], bool]:
         if self.job.fault in {"", faults.DEAD_RANK}:
-            return lambda: self._watch.decode_complete and self._watch.staged == 0
+            return self._stream_settled
         return self._refusal_settled
+
+    def _stream_settled(self) -> bool:
+        """Whether all requests are through, or no rank is left to take part."""
+        watch = self._watch
+        refused = all(notes.refused_at is not None for notes in watch.ranks)
+        return refused or (watch.decode_complete and watch.staged == 0)
 
     def _refusal_settled(self) -> bool:
         """Whether everyone has seen the refusal, or it is too late for that."""

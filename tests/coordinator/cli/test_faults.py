@@ -187,6 +187,17 @@ def test_a_refusal_seen_by_all_is_exit_3(tmp_path: Path, views: SimpleNamespace)
     assert made["refused_after_seconds"] < 5
 
 
+def test_a_refusal_without_a_fault_is_exit_1(tmp_path: Path, views: SimpleNamespace) -> None:
+    """Flags that no plan fits end as one problem with the code, not as one a rank."""
+    story = Story(tmp_path)
+    story.refuse(views.wrong_count)
+    for result in story.results.values():
+        result.findings = [views.wrong_count]
+    made = report(story, views, views.status(refusals=[views.refusal(views.wrong_count)]))
+    assert made["exit"] == 1
+    assert made["problems"] == ["refused, though no fault was put in: RG601 receive_count_mismatch"]
+
+
 def test_a_refusal_that_status_does_not_show_is_exit_1(
     tmp_path: Path, views: SimpleNamespace
 ) -> None:

@@ -105,11 +105,23 @@ def test_equal_counts_share_a_line(views: SimpleNamespace) -> None:
 
 
 def test_transfers_say_who_has_not_ended(views: SimpleNamespace) -> None:
-    """The oldest transfer comes first, with the ranks that are still to end."""
-    shown = [views.transfer("young", age_ms=10), views.transfer("old", age_ms=99_000)]
+    """Open transfers come first, with the ranks that are still to end; each is one line."""
+    shown = [
+        views.transfer("demo-0badcafe-0001", state="delivered", ended=[0, 1, 2, 3], missing=[]),
+        views.transfer("demo-0badcafe-0002", age_ms=99_000),
+    ]
     lines = render(80, tables.print_transfers, shown).splitlines()
-    assert lines[1].split()[0] == "old"
+    assert [line.split()[0][-4:] for line in lines[1:]] == ["0002", "0001"]
     assert "2-3" in lines[1]
+
+
+def test_only_the_latest_ended_transfers_are_listed(views: SimpleNamespace) -> None:
+    """A thousand ended transfers do not hide the open ones."""
+    ended = [views.transfer(f"r-{number}", state="delivered") for number in range(1000)]
+    lines = render(80, tables.print_transfers, [*ended, views.transfer("open")]).splitlines()
+    assert len(lines) == 23
+    assert lines[1].startswith("open")
+    assert lines[-1] == "and 980 more that have ended; -o json shows all"
 
 
 @pytest.mark.parametrize(

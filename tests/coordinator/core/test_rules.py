@@ -193,7 +193,7 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, Any], set[str], tuple[str, .
         {"tp": 4, "heads": 12, "profile": "sglang"},
         {"tp": 6, "heads": 12, "profile": "sglang"},
         {"sizes_do_not_divide"},
-        ("layout.tp", "has 4", "has 6", "(sglang profile)"),
+        ("layout.tp", "have 4", "have 6", "(sglang profile)"),
     ),
     (
         "vLLM replicated source",
@@ -214,21 +214,21 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, Any], set[str], tuple[str, .
         {"cp": 2},
         {},
         {"parallelism_unsupported"},
-        ("layout.cp", "has 2", "has 1", "(native profile)"),
+        ("layout.cp", "have 2", "has 1", "(native profile)"),
     ),
     (
         "decode context parallel",
         {"tp": 2, "dcp": 2},
         {"tp": 2, "dcp": 2},
         {"parallelism_unsupported"},
-        ("layout.dcp", "has 2"),
+        ("layout.dcp", "have 2"),
     ),
     (
         "pipeline stages in an engine's profile",
         {"pp": 2, "profile": "sglang"},
         {"profile": "sglang"},
         {"parallelism_unsupported"},
-        ("layout.pp", "has 2", "(sglang profile)"),
+        ("layout.pp", "have 2", "(sglang profile)"),
     ),
     (
         "latents in an engine's profile",

@@ -178,7 +178,7 @@ def test_seed_1_a_wrong_claim_at_open_rejects_the_pair_for_both_worlds() -> None
     outcome = outcome_of([*ours, *theirs], running)
     assert outcome.outcome == "failed"
     assert outcome.finding is not None
-    assert outcome.finding.slug == "pair_not_ready"
+    assert outcome.finding.slug == "receive_count_mismatch"
 
 
 def test_right_and_unknown_claims_at_open() -> None:
@@ -684,3 +684,14 @@ def test_nothing_is_left_after_everything_ended() -> None:
     assert core.worlds.by_name == {}
     bench.wait(2 * bench.settings.form_grace)
     assert core._turn.deadlines.next() is None
+
+
+def test_survivors_of_a_broken_source_world_hear_the_outcome() -> None:
+    """The source rank that still lives is told, since it still holds the request's memory."""
+    bench = Bench()
+    ours, theirs = ready(bench, destination=1)
+    grant = theirs[0].grant("r1")
+    ours[1].drop()
+    bench.wait(3000)
+    theirs[0].end(grant.transfer, "failed")
+    assert outcome_of([ours[0], theirs[0]], grant.transfer).outcome == "failed"

@@ -446,7 +446,7 @@ def test_ranks_that_disagree_are_told_at_once_who_deviates() -> None:
         (found,) = agent.last(WorldForming).findings
         assert found.slug == "ranks_disagree"
         assert found.field == "model.name"
-        assert "ranks 0-6 has 'm'" in found.message
+        assert "ranks 0-6 have 'm'" in found.message
         assert "rank 7 has 'other'" in found.message
         assert not agent.told(WorldSealed)
     agents[7].leave()
@@ -899,4 +899,21 @@ def test_a_rank_that_leaves_on_purpose_is_no_refusal() -> None:
     agents[1].leave("done")
     status = bench.query("status").status
     assert status is not None
+    assert status.worlds == []
+
+
+def test_C04_a_crashed_world_is_shown_and_then_forgotten() -> None:
+    """Status is unhealthy while it may come back, and healthy again once it is forgotten."""
+    bench = Bench()
+    agents = bench.seal(prefill(tp=1))
+    agents[0].drop()
+    bench.wait(10_000, beating=())
+    status = bench.query("status").status
+    assert status is not None
+    assert not status.healthy
+    assert status.worlds[0].state == "forming"
+    bench.wait(61_000, beating=())
+    status = bench.query("status").status
+    assert status is not None
+    assert status.healthy
     assert status.worlds == []
