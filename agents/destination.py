@@ -250,8 +250,8 @@ class DestinationSide:
             EndItem(transfer=landing.transfer, outcome=ended.outcome, finding=ended.finding)
         )
         grant = landing.grant
-        if grant is None:
-            return
+        if grant is None or landing.epochs not in self._core.pairs:
+            return  # hung up: those sources hear the outcome from the daemon
         message = PeerEnd(grant=landing.sealed, outcome=ended.outcome)
         for rank in landing.pair.in_group(grant.source_dp):
             self._outstanding.add(
