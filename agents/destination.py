@@ -275,7 +275,8 @@ class DestinationSide:
         """Send what this turn gathered."""
         drains, self.table.drains = self.table.drains, []
         for landing, rank in drains:
-            self._ask_drain(landing, rank, now)
+            if not landing.shares[rank].drained:  # it may be lost or hung up on since
+                self._ask_drain(landing, rank, now)
         ended, self.table.ended = self.table.ended, []
         for each in ended:
             self._say_ended(each, now)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 from rankgate.coordinator.core.effects import Judge
+from rankgate.coordinator.core.rounds import World, forming_of
 from rankgate.coordinator.core.sessions import Session, Sessions
 from rankgate.coordinator.core.settings import Identity
 from rankgate.coordinator.core.tables import PAIR_TABLE, PairState, change
 from rankgate.coordinator.core.turn import Turn
 from rankgate.coordinator.core.verdicts import Judgement, Plan, SideName, WorldShape
-from rankgate.coordinator.core.worlds import World, Worlds
+from rankgate.coordinator.core.worlds import Worlds
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Finding, Side, finding, has_error, ranks_text, world_ranks
 from rankgate.proto.grants import pair_key
@@ -107,7 +108,7 @@ class Pairs:
     def _tell_waiting(self, world: World, partner: World) -> None:
         forming = partner.latest()
         if forming is not None and (forming.overdue or has_error(forming.findings)):
-            message = self._worlds.forming(partner, forming, [])
+            message = forming_of(partner, forming, [])
             for session in world.members():
                 self._sessions.push(session, message)
 

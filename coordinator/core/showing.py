@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rankgate.coordinator.core.pairs import Pair
+from rankgate.coordinator.core.rounds import World
 from rankgate.coordinator.core.sessions import Session
 from rankgate.coordinator.core.settings import Identity
 from rankgate.coordinator.core.tables import PairState, WorldState
 from rankgate.coordinator.core.transfers import Transfer
 from rankgate.coordinator.core.turn import Turn
-from rankgate.coordinator.core.worlds import World
 from rankgate.proto import __version__
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Side, finding

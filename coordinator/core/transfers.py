@@ -10,12 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from rankgate.coordinator.core.pairs import Epochs, Pair, Pairs
+from rankgate.coordinator.core.rounds import World
 from rankgate.coordinator.core.sessions import Session, Sessions
 from rankgate.coordinator.core.settings import Identity, Settings
 from rankgate.coordinator.core.tables import TRANSFER_TABLE, PairState, TransferState, change
 from rankgate.coordinator.core.turn import Turn
 from rankgate.coordinator.core.verdicts import SideName
-from rankgate.coordinator.core.worlds import World, Worlds
+from rankgate.coordinator.core.worlds import Worlds
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Finding, Side, finding, ranks_text
 from rankgate.proto.grants import Grant, seal_grant

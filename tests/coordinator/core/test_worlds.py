@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
 from rankgate.coordinator.core.effects import Persist, Send
+from rankgate.coordinator.core.rounds import Round, World
 from rankgate.coordinator.core.rules.agreement import check_agreement
 from rankgate.coordinator.core.settings import Durable, SealedRecord, Settings
 from rankgate.coordinator.core.tables import PairState, RankState, WorldState
-from rankgate.coordinator.core.worlds import Round, World
 from rankgate.proto import codec as wire
 from rankgate.proto.descriptor import Coordinates
 from rankgate.proto.messages import (
