@@ -189,8 +189,12 @@ class DestinationSide:
         until = grant.issued + grant.ttl
         ranks = self.table.granted(landing, grant, result.grant, until)
         resolve(grant.transfer, None, None)
+        linked = landing.epochs in self._core.pairs
         for rank in ranks:
-            self._present(landing, rank, now)
+            if linked:
+                self._present(landing, rank, now)
+            else:  # a newer epoch took the pair's place while the grant was on its way
+                self.table.source_lost(landing.epochs, rank, "the pair was dropped")
 
     def _until(self, landing: Landing, now: int) -> int:
         """Return when (ms, local) a landing's grant has ended by the earliest reckoning."""

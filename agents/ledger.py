@@ -248,7 +248,7 @@ class Ledger:
             now: local time (ms).
 
         Returns:
-            (``accepted`` | ``parked`` | ``refused``, transfer or 0, why refused).
+            (``accepted`` | ``parked`` | ``ended`` | ``refused``, transfer or 0, why refused).
         """
         grant = self.check(pair, rank, sealed, data=True)
         if isinstance(grant, Finding):
@@ -258,6 +258,8 @@ class Ledger:
         if left <= 0:
             side = Side(who, f"a grant that ended {-left} ms ago or earlier")
             return "refused", grant.transfer, finding(Code.GRANT_EXPIRED, "grant", side)
+        if self._done.get(grant.transfer, (0, ""))[1] == "delivered":
+            return "ended", grant.transfer, None  # a late repeat; everyone has ended
         if grant.transfer in self._done:
             side = Side(f"transfer {grant.transfer}", f"already {self._done[grant.transfer][1]}")
             return "refused", grant.transfer, finding(Code.TRANSFER_UNKNOWN, "transfer", side)

@@ -263,6 +263,14 @@ def test_a_late_presentation_of_an_ended_transfer_is_refused() -> None:
     assert not ledger.sendings
 
 
+def test_a_repeated_presentation_after_delivery_is_no_refusal() -> None:
+    """The repeat of a presentation whose answer was slow finds the transfer ended, and says so."""
+    ledger, pair = ledger_with(), pair_of(["data"], sending=True)
+    ledger.outcome(7, "r", "delivered", 0)
+    assert present(ledger, pair, 0) == ("ended", "")
+    assert not ledger.sendings
+
+
 # --- any order ----------------------------------------------------------------------------------
 
 STEPS = ("present", "end", "start", "done", "outcome", "expire")
