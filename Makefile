@@ -4,6 +4,8 @@ SHELL := bash
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Two workers even out what waits (torchrun starting) with what computes.
+PYTEST_WORKERS ?= 2
 
 # A venv remembers its absolute place: the stamp carries the checkout's, so that a copied
 # or moved checkout makes its own instead of running the code it was copied from.
@@ -47,7 +49,7 @@ demo: $(STAMP)
 	@$(BIN)/rankgate demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest --cov=rankgate.proto --cov=rankgate.coordinator.core --cov-branch \
