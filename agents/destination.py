@@ -13,7 +13,7 @@ from rankgate.agents.outstanding import Outstanding
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Finding, Side, finding
 from rankgate.proto.grants import read_grant
-from rankgate.proto.limits import MAX_BATCH
+from rankgate.proto.limits import MAX_BATCH, MAX_REQUEST
 from rankgate.proto.messages import (
     Chunk,
     Credit,
@@ -93,6 +93,8 @@ class DestinationSide:
         )
 
         def answered(answer: Struct, at: int) -> None:
+            if link.up:
+                return  # welcomed twice: the link's credit goes on counting from its beginning
             who = f"{verdict.source} rank {link.peer.rank} at {link.peer.address}"
             if isinstance(answer, PeerWelcome):
                 wrong = check_metadata(answer.metadata, link, who)
@@ -150,7 +152,12 @@ class DestinationSide:
         resolve: Resolve,
     ) -> None:
         """Take pages and ask for a grant; several opens of one turn go as one message."""
-        landing = self.table.ask(item.request, item.attempt, pair, pages)
+        landing: Landing | Finding
+        if len(item.request) > MAX_REQUEST:  # one bad item would cost its whole message
+            side = Side("the engine", f"{len(item.request)} characters")
+            landing = finding(Code.REQUEST_INVALID, "request", side, detail=f"(max {MAX_REQUEST})")
+        else:
+            landing = self.table.ask(item.request, item.attempt, pair, pages)
         if isinstance(landing, Finding):
             self._core.refused(0, item.request, landing)
             resolve(0, landing, None)

@@ -146,7 +146,7 @@ class RankCore:
             self.pairs[pair.epochs] = pair
             return
         if known is not None and known.verdict.table_digest == verdict.table_digest:
-            known.until = pair.until
+            known.until, known.findings = pair.until, pair.findings
             known.state = LinkState.LINKING
             self.maybe_linked(known, now)
             return

@@ -608,7 +608,7 @@ class Present(_Message, frozen=True, kw_only=True):
 
 
 class Presented(_Message, frozen=True, kw_only=True):
-    """``accepted`` (data comes), ``parked`` (not staged yet), ``ended`` (all have) or ``refused``."""
+    """``accepted`` (data comes), ``parked`` (not staged yet), ``ended`` or ``refused``."""
 
     transfer: U64
     status: Name

@@ -183,6 +183,9 @@ class Pairs:
                 pair=pair.name,
                 epochs=f"{epochs[0]}:{epochs[1]}",
             )
+        self._tell_verdict(pair, source, destination)
+
+    def _tell_verdict(self, pair: Pair, source: World, destination: World) -> None:
         for sending, world, other in ((True, source, destination), (False, destination, source)):
             peers = _peers_by_slot(other)
             for session in world.members():
@@ -251,6 +254,9 @@ class Pairs:
                     Side("the daemon", pair.plan.digest.hex()),
                 )
             )
+        if not wrong and message.findings and all(found.retryable for found in message.findings):
+            self._relink(pair, message.findings)
+            return []
         wrong.extend(message.findings)
         if wrong:
             self.refuse(pair, wrong)
@@ -259,6 +265,28 @@ class Pairs:
         if pair.state is PairState.LINKING and len(pair.linked) == pair.ranks:
             self._ready(pair)
         return []
+
+    def _relink(self, pair: Pair, findings: list[Finding]) -> None:
+        """A link could not be made or was lost: no grants until all have linked again.
+
+        Everyone is told the verdict anew, which makes them report the links that stand and dial
+        those that do not, so a fault that passes needs no operator.
+        """
+        if pair.state is PairState.READY:
+            pair.state = change(PAIR_TABLE, pair.state, PairState.LINKING)
+        for found in findings:
+            self._turn.journal.refuse(f"pair {pair.name}", found, self._turn.now)
+            self._turn.tell(
+                f"pair:{pair.name}",
+                "pair_link_lost",
+                "warning",
+                pair=pair.name,
+                code=found.code,
+                message=found.message,
+            )
+        pair.linked.clear()
+        source, destination = (self._worlds.by_name[n] for n in (pair.source, pair.destination))
+        self._tell_verdict(pair, source, destination)
 
     def unlinked(self, pair: Pair) -> dict[str, list[int]]:
         """Return the ranks of both worlds that have not linked yet, by world name."""

@@ -8,7 +8,9 @@ import pytest
 
 from rankgate.agents.events import Arrived, Outcome, Released, Wanted
 from rankgate.agents.linking import LinkState
-from rankgate.proto.messages import Claim
+from rankgate.proto.codes import Code
+from rankgate.proto.findings import Side, finding
+from rankgate.proto.messages import Claim, Rejected
 from tests.agents.fleet import Fleet, Rank
 from tests.coordinator.core.harness import Job, decode, prefill
 
@@ -222,8 +224,14 @@ def test_pages_of_a_running_transfer_are_refused_locally() -> None:
     taker.open("req-2", "p", [5, 6])
     taker.open("req-3", "p", [99])
     taker.open("req-4", "p", [7, 7])
+    taker.open("x" * 129, "p", [8])
     denied = {request: found.slug for request, _, found, _ in taker.answers if found}
-    assert denied == {"req-2": "range_busy", "req-3": "pages_invalid", "req-4": "pages_invalid"}
+    assert denied == {
+        "req-2": "range_busy",
+        "req-3": "pages_invalid",
+        "req-4": "pages_invalid",
+        "x" * 129: "request_invalid",
+    }
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -302,3 +310,20 @@ def test_a_wrong_claim_refuses_the_pair_on_both_sides_before_any_byte() -> None:
     for rank in fleet.ranks.values():
         (pair,) = rank.core.pairs.values()
         assert any(found.slug == "receive_count_mismatch" for found in pair.findings)
+
+
+def test_a_refused_message_of_opens_denies_each_and_gives_the_pages_back() -> None:
+    """Whatever the daemon answers to a batch, no open waits for ever and no page is lost."""
+    fleet = Fleet()
+    source, destination = prefill(tp=1), decode(tp=1)
+    fleet.launch(source)
+    (taker,) = fleet.launch(destination)
+    fleet.ready(source, destination)
+    fleet.loss = 1.0
+    taker.open("req-1", "p", [4, 5])
+    numbers = [one.id for one in taker.core.session._outstanding._by_id.values()]
+    refused = Rejected(findings=[finding(Code.FIELD_INVALID, "items", Side("a test", "x"))])
+    for number in numbers:
+        taker.core.session.receive(number, refused, fleet.now)
+    assert [found.slug for _, _, found, _ in taker.answers if found] == ["field_invalid"]
+    assert taker.core.destination.table._owner == {}
