@@ -536,22 +536,17 @@ def test_C05_a_link_that_is_lost_holds_grants_until_all_have_linked_again() -> N
     before = [len(agent.told(Verdict)) for agent in (*ours, *theirs)]
     lost = finding(Code.LINK_FAILED, "links", Side("p rank 1", "no answer"))
     theirs[1].link(findings=[lost])
-    assert state_of(bench) == "linking"
+    assert state_of(bench).value == "linking"
     assert [len(agent.told(Verdict)) for agent in (*ours, *theirs)] == [n + 1 for n in before]
     assert all(agent.last(Verdict).accepted for agent in (*ours, *theirs))
     denied = theirs[0].open("r1").finding
     assert denied is not None
     assert denied.slug == "pair_not_ready"
     theirs[1].link(findings=[lost])
-    assert state_of(bench) == "linking"
+    assert state_of(bench).value == "linking"
     bench.link(*ours, *theirs)
-    assert state_of(bench) == "ready"
+    assert state_of(bench).value == "ready"
     assert theirs[0].open("r1").grant
     status = bench.query("status").status
     assert status is not None
-    assert [refused.finding.slug for refused in status.refusals][:1] == ["link_failed"]
-
-
-def state_of(bench: Bench) -> str:
-    """Return the state of the pair p:d."""
-    return bench.core.pairs.by_name["p", "d"].state.value
+    assert "link_failed" in [refused.finding.slug for refused in status.refusals]
