@@ -7,10 +7,11 @@ if __name__ != "rankgate.agents":
     _HINT = "install the project (pip install -e .) and import rankgate.agents"
     raise ImportError(f"{__name__!r} is not importable under this name: {_HINT}")
 
-from rankgate.agents.agent import Pair, RankAgent, Stats, Transfer
+from rankgate.agents.agent import RankAgent
 from rankgate.agents.describe import KvCache, RankDescription, describe_kv
 from rankgate.agents.errors import AgentError
 from rankgate.agents.events import Arrived, Broken, Outcome, Released, Wanted
+from rankgate.agents.handles import Pair, Stats, Transfer
 
 __all__ = [
     "AgentError",

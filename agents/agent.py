@@ -15,32 +15,26 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
-from msgspec import Struct
-
 from rankgate.agents.clock import boottime_ms
 from rankgate.agents.describe import RankDescription
 from rankgate.agents.errors import (
     AgentError,
     ClosedError,
-    DaemonUnreachableError,
     ForkedError,
-    NotReadyError,
-    OpenDeniedError,
     PagesError,
     PairRejectedError,
-    RegistrationRejectedError,
     StageError,
-    WireVersionError,
 )
 from rankgate.agents.events import AgentEvent, Arrived, Outcome
+from rankgate.agents.handles import Pair, Stats, Transfer, view_of
 from rankgate.agents.landing import check_pages
 from rankgate.agents.link import LinkThread
-from rankgate.agents.linking import LinkState, PairLinks, Registered, region_lengths
+from rankgate.agents.linking import LinkState, Registered, region_lengths
 from rankgate.agents.rank import RankCore, Sealed
-from rankgate.agents.session import Identity, SessionState
+from rankgate.agents.reasons import check_session, not_ready, unregistered
+from rankgate.agents.session import Identity
 from rankgate.agents.sockets import LinkSocket, connect, make_context
 from rankgate.agents.torchrun import read_environment, share_round
-from rankgate.proto import __version__
 from rankgate.proto.codec import encode_blob
 from rankgate.proto.codes import Code
 from rankgate.proto.descriptor import Transport
@@ -56,75 +50,6 @@ CREDIT_CHUNKS = 16
 
 _MAX_EVENTS = 1 << 20
 _LEAVE_SECONDS = 1.0
-
-
-class Pair(Struct, frozen=True, kw_only=True):
-    """A ready pair, as this rank sees it; all numbers are the daemon's."""
-
-    source: str
-    source_epoch: int
-    destination: str
-    destination_epoch: int
-    world_receive_count: int
-    """Ranks of one DP group at this world's receiving stage, broadcast when it was sealed."""
-    receive_count: int
-    """Source rank: distinct destination ranks that must end before a release; else 0."""
-    send_count: int
-    """Destination rank: distinct source ranks whose data it must have; else 0."""
-    contacts: list[tuple[int, str]]
-    """(peer rank, ``data`` or ``notice``)."""
-
-
-class Stats(Struct, frozen=True, kw_only=True):
-    """What this agent has done so far."""
-
-    bytes_sent: int
-    bytes_received: int
-    chunks_sent: int
-    chunks_received: int
-    staged: int
-    staged_bytes: int
-    landing: int
-    seconds: dict[str, float]
-    """Summed over this rank's opened transfers: ``grant`` (open to grant), ``data`` (grant to
-    arrived), ``outcome`` (arrived to outcome)."""
-
-
-class Transfer:
-    """One opened request on a destination rank."""
-
-    def __init__(self, agent: RankAgent, request: str) -> None:
-        """Made by ``RankAgent.open``."""
-        self._agent = agent
-        self.request = request
-        self.id = 0
-        self.outcome: Outcome | None = None
-        self.denied: Finding | None = None
-        self.opened = time.monotonic()
-        self.granted = 0.0
-        self.arrived = 0.0
-
-    def wait(self, timeout: float | None = None) -> Outcome:
-        """Wait for the outcome: delivered, failed, expired or aborted.
-
-        Args:
-            timeout: seconds; None waits as long as the grant lives.
-
-        Raises:
-            OpenDeniedError: the daemon did not grant it.
-            TimeoutError: no outcome in time.
-            AgentError: the agent has failed or is closed.
-        """
-
-        def look() -> Outcome | None:
-            if self.denied is not None:
-                raise OpenDeniedError(f"request {self.request} is denied", [self.denied])
-            return self.outcome
-
-        found = self._agent.wait_for(look, timeout)
-        if found is None:
-            raise TimeoutError(f"request {self.request}: no outcome within {timeout} s")
-        return found
 
 
 class RankAgent:
@@ -272,11 +197,12 @@ class RankAgent:
         """
 
         def look() -> bool | None:
-            self._check_session()
+            check_session(self._core.session, self.daemon)
             return True if self._core.session.rules is not None else None
 
         if self.wait_for(look, timeout) is None:
-            raise self._unregistered(timeout)
+            with self._lock:
+                raise unregistered(self._core.session, self.daemon, timeout)
 
     def wait_ready(self, world: str, timeout: float = 60.0) -> Pair:
         """Wait until the pair with ``world`` may open transfers.
@@ -288,7 +214,7 @@ class RankAgent:
         """
 
         def look() -> Pair | None:
-            self._check_session()
+            check_session(self._core.session, self.daemon)
             pair = self._core.pair_with(world)
             if pair is None:
                 return None
@@ -296,12 +222,12 @@ class RankAgent:
                 text = f"the pair of {self._core.identity.world} with {world} is refused"
                 raise PairRejectedError(text, pair.findings)
             ready = pair.state is LinkState.READY and self._core.sealed is not None
-            return self._view(pair) if ready else None
+            return view_of(pair, self._core.sealed) if ready else None
 
         found = self.wait_for(look, timeout)
         if found is None:
             with self._lock:
-                raise self._not_ready(world, timeout)
+                raise not_ready(self._core, self.daemon, world, timeout)
         return found
 
     def wait_for(self, look: Callable[[], Found | None], timeout: float | None) -> Found | None:
@@ -391,7 +317,7 @@ class RankAgent:
             self._check()
             pair = self._core.pair_with(source)
             if pair is None or pair.sending or pair.state is not LinkState.READY:
-                raise self._not_ready(source, 0)
+                raise not_ready(self._core, self.daemon, source, 0)
             item = OpenItem(
                 request=request,
                 attempt=attempt,
@@ -469,7 +395,9 @@ class RankAgent:
         """The pairs that are ready."""
         with self._lock:
             pairs = self._core.pairs.values()
-            return [self._view(pair) for pair in pairs if pair.state is LinkState.READY]
+            return [
+                view_of(pair, self._core.sealed) for pair in pairs if pair.state is LinkState.READY
+            ]
 
     def stats(self) -> Stats:
         """Return what this agent has done so far."""
@@ -542,59 +470,6 @@ class RankAgent:
         if self._thread.failure is not None:
             text = f"the agent's thread has failed: {self._thread.failure!r}"
             raise AgentError(text) from self._thread.failure
-
-    def _check_session(self) -> None:
-        session = self._core.session
-        if session.refusal is not None:
-            text = f"the daemon at {self.daemon} refuses this agent ({__version__})"
-            bounds = f"it speaks wire {session.refusal.min} to {session.refusal.max}"
-            raise WireVersionError(f"{text}: {session.refusal.text}; {bounds}")
-        if session.state is SessionState.REFUSED:
-            who = f"{session.identity.world} rank {session.identity.rank}"
-            raise RegistrationRejectedError(f"the daemon refuses {who}", session.findings)
-
-    def _unregistered(self, timeout: float) -> AgentError:
-        with self._lock:
-            findings = self._core.session.findings
-        who = f"{self._core.identity.world} rank {self._core.identity.rank}"
-        if findings:
-            return RegistrationRejectedError(f"{who} was not taken in {timeout:g} s", findings)
-        text = f"no answer from a daemon at {self.daemon} within {timeout:g} s"
-        return DaemonUnreachableError(f"{text}; is it running (`rankgate status`)?")
-
-    def _not_ready(self, world: str, timeout: float) -> AgentError:
-        """Return the error that says what the pair with a world waits for."""
-        core = self._core
-        mine = core.identity.world
-        found = [one for findings in core.findings.values() for one in findings]
-        silent = boottime_ms() - core.session.answered_at
-        if core.session.rules is None or silent > 3 * core.session.rules.ttl:
-            text = f"no answer from the daemon at {self.daemon} for {silent / 1000:.1f} s"
-            return DaemonUnreachableError(text)
-        pair = core.pair_with(world)
-        found += pair.findings if pair is not None else []
-        if core.sealed is None:
-            waits = f"{mine} is not sealed"
-        elif pair is None:
-            waits = f"no verdict on {mine} with {world}: {world} is not sealed, or no partner"
-        else:
-            down = [rank for rank, link in pair.links.items() if not link.up]
-            waits = f"{mine} with {world} is {pair.state}"
-            waits += f", no link with {world} ranks {down}" if down else ", others have to link"
-        return NotReadyError(f"not ready within {timeout:g} s: {waits}", found)
-
-    def _view(self, pair: PairLinks) -> Pair:
-        verdict, sealed = pair.verdict, self._core.sealed
-        return Pair(
-            source=verdict.source,
-            source_epoch=verdict.source_epoch,
-            destination=verdict.destination,
-            destination_epoch=verdict.destination_epoch,
-            world_receive_count=sealed.receive_count if sealed else 0,
-            receive_count=verdict.receive_count,
-            send_count=verdict.send_count,
-            contacts=[(rank, link.kind) for rank, link in sorted(pair.links.items())],
-        )
 
     def _listed(self, pages: Pages) -> dict[str, list[int]]:
         if isinstance(pages, Mapping):

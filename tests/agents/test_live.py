@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rankgate.agents.agent import RankAgent, Transfer
+from rankgate.agents.agent import RankAgent
 from rankgate.agents.errors import NotReadyError, PagesError, PairRejectedError
 from rankgate.agents.events import Wanted
+from rankgate.agents.handles import Transfer
 from tests.agents.engines import PATIENCE, Engines, wait_until
 from tests.coordinator.runtime.live import Serving
 

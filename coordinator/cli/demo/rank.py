@@ -15,10 +15,11 @@ from typing import Final
 import msgspec
 import torch
 
-from rankgate.agents.agent import Pair, RankAgent
+from rankgate.agents.agent import RankAgent
 from rankgate.agents.describe import RankDescription, describe_kv
 from rankgate.agents.errors import NotReadyError, PairRejectedError
 from rankgate.agents.events import Broken
+from rankgate.agents.handles import Pair
 from rankgate.agents.torchrun import read_environment, share_round
 from rankgate.coordinator.cli.demo import faults
 from rankgate.coordinator.cli.demo.caches import Caches
