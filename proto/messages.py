@@ -318,7 +318,6 @@ class Verdict(_Message, frozen=True, kw_only=True):
     send_count: Count = 0
     contacts: list[Contact] = []
     peers: list[Peer] = []
-    peer_dp_size: Count = 1
     grant_key: Annotated[bytes, Meta(max_length=32)] = b""
     """For source ranks: checks grants of this pair of epochs."""
 

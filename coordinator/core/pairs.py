@@ -32,6 +32,9 @@ Epochs = tuple[int, int]
 _DESTINATIONS: dict[str, frozenset[str]] = {"prefill": frozenset({"decode"})}
 """Which roles a role sends cache to; a role alone never implies that a pair exists."""
 
+_MOST_FINDINGS = 64
+"""Findings told in one message; each is bounded, so it stays readable."""
+
 _MAX_JUDGEMENTS = 4096
 
 
@@ -186,25 +189,38 @@ class Pairs:
         self._tell_verdict(pair, source, destination)
 
     def _tell_verdict(self, pair: Pair, source: World, destination: World) -> None:
+        plan = pair.plan
+        if plan is None:
+            self._tell_refused(pair)
+            return
         for sending, world, other in ((True, source, destination), (False, destination, source)):
             peers = _peers_by_slot(other)
             for session in world.members():
-                self._sessions.push(session, self._verdict(pair, session, peers, sending=sending))
+                verdict = self._verdict(pair, plan, session, peers, sending=sending)
+                self._sessions.push(session, verdict)
+
+    def _tell_refused(self, pair: Pair) -> None:
+        refused = Verdict(
+            source=pair.source,
+            source_epoch=pair.epochs[0],
+            destination=pair.destination,
+            destination_epoch=pair.epochs[1],
+            accepted=False,
+            findings=pair.findings[:_MOST_FINDINGS],
+            profile=pair.profile,
+        )
+        for session in self._everyone(pair):
+            self._sessions.push(session, refused)
 
     def _verdict(
-        self, pair: Pair, session: Session, peers: dict[int, list[Peer]], *, sending: bool
+        self,
+        pair: Pair,
+        plan: Plan,
+        session: Session,
+        peers: dict[int, list[Peer]],
+        *,
+        sending: bool,
     ) -> Verdict:
-        plan = pair.plan
-        if plan is None:
-            return Verdict(
-                source=pair.source,
-                source_epoch=pair.epochs[0],
-                destination=pair.destination,
-                destination_epoch=pair.epochs[1],
-                accepted=False,
-                findings=pair.findings,
-                profile=pair.profile,
-            )
         planned = (plan.by_source if sending else plan.by_destination)[session.slot]
         contacts = [
             Contact(
@@ -220,7 +236,7 @@ class Pairs:
             destination=pair.destination,
             destination_epoch=pair.epochs[1],
             accepted=True,
-            findings=pair.findings,
+            findings=pair.findings[:_MOST_FINDINGS],
             profile=pair.profile,
             table_digest=plan.digest,
             dp=session.dp,
@@ -229,7 +245,6 @@ class Pairs:
             send_count=0 if sending else plan.send_counts[session.slot],
             contacts=contacts,
             peers=[peer for contact in contacts for peer in peers[contact.slot]],
-            peer_dp_size=max((len(group) for group in peers.values()), default=1),
             grant_key=pair.key if sending else b"",
         )
 
@@ -240,8 +255,10 @@ class Pairs:
         epochs = (message.source_epoch, message.destination_epoch)
         pair = self.by_epochs.get(epochs)
         side = self._side(pair, session) if pair is not None else None
-        if pair is None or side is None or pair.plan is None:
+        if pair is None or side is None:
             return [self.stale(epochs, session)]
+        if pair.plan is None:
+            return pair.findings[:_MOST_FINDINGS]  # refused meanwhile; the verdict is on its way
         wrong = [
             found for claim in message.claims if (found := self.check_claim(pair, session, claim))
         ]
@@ -336,8 +353,7 @@ class Pairs:
         pair.plan = None
         self._reject(pair, findings)
         self.on_broken(pair, pair.epochs, None)
-        for session in self._everyone(pair):
-            self._sessions.push(session, self._verdict(pair, session, {}, sending=True))
+        self._tell_refused(pair)
 
     def _reject(self, pair: Pair, findings: list[Finding]) -> None:
         pair.state = change(PAIR_TABLE, pair.state, PairState.REJECTED)
@@ -367,9 +383,11 @@ class Pairs:
 
     # --- breaking -------------------------------------------------------------------------
 
-    def world_broken(self, world: World, found: Finding, told: list[Session]) -> None:
+    def world_broken(
+        self, world: World, found: Finding, told: list[Session], lost: list[Session]
+    ) -> None:
         """End every pair of a world whose seal broke; both sides are told, lost ranks named."""
-        lost = sorted({s.rank for s in told if not s.counts})
+        lost_ranks = sorted(session.rank for session in lost)
         for pair in self.by_name.values():
             if world.name not in {pair.source, pair.destination} or pair.state is PairState.WAITING:
                 continue
@@ -384,7 +402,7 @@ class Pairs:
                 findings=[found],
                 source_lost=is_source,
                 destination_lost=not is_source,
-                lost_ranks=lost,
+                lost_ranks=lost_ranks,
             )
             other = self._worlds.by_name.get(pair.destination if is_source else pair.source)
             for session in (*told, *(other.members() if other else ())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from rankgate.coordinator.core.rules.agreement import Trait, check_agreement, traits_of
 from rankgate.coordinator.core.sessions import Session
@@ -12,6 +13,9 @@ from rankgate.proto.codes import Code
 from rankgate.proto.descriptor import Coordinates
 from rankgate.proto.findings import Finding, Side, finding, ranks_text
 from rankgate.proto.messages import WorldForming
+
+_MOST_FINDINGS = 64
+"""Findings told in one message; each is bounded, so it stays readable."""
 
 
 class Round:
@@ -28,6 +32,9 @@ class Round:
         self.findings: list[Finding] = []
         self.told: set[tuple[str, str, int]] = set()
         self.overdue = False
+        self.quiet_until = 0
+        self.untold: list[Finding] = []
+        """Losses to be told with the next message, which is then due at ``quiet_until``."""
         self.size = 1
         self._traits: Counter[Trait] = Counter()
         self._places: Counter[Coordinates] = Counter()
@@ -42,9 +49,9 @@ class Round:
     def remove(self, session: Session) -> None:
         """Take a rank out."""
         del self.members[session.rank]
-        self._traits.subtract(traits_of(session.descriptor))
-        self._places.subtract([session.descriptor.coordinates])
-        self._traits, self._places = +self._traits, +self._places  # what nobody has goes
+        for trait in traits_of(session.descriptor):
+            _take_one(self._traits, trait)
+        _take_one(self._places, session.descriptor.coordinates)
         if self.members:
             self._resize()
 
@@ -86,6 +93,8 @@ class World:
         self.group = ""
         self.unfit = 0
         self.broken_by: Finding | None = None
+        self.alive_at = -(1 << 40)
+        """When a member last answered a probe (ms)."""
 
     def latest(self) -> Round | None:
         """Return the sealed round, else the youngest one that forms."""
@@ -109,8 +118,14 @@ def forming_of(world: World, forming: Round, extra: list[Finding]) -> WorldFormi
         size=forming.size,
         missing=forming.missing()[:1024],
         overdue=forming.overdue,
-        findings=[*forming.findings, *extra],
+        findings=[*forming.findings, *extra][:_MOST_FINDINGS],
     )
+
+
+def _take_one(counter: Counter[Any], key: object) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]  # what nobody has any more
 
 
 def said(findings: list[Finding]) -> set[tuple[str, str, int]]:

@@ -192,9 +192,8 @@ class Showing:
 
     def _transfers(self) -> list[TransferView]:
         """Return open transfers first, oldest first, then the latest ended ones."""
-        everything = list(self._core.transfers.by_id.values())
-        still = [t for t in everything if t.state.value in {"granted", "aborting"}]
-        ended = [t for t in everything if t.state.value not in {"granted", "aborting"}]
+        still = sorted(self._core.transfers.running(), key=lambda transfer: transfer.opened)
+        ended = list(self._core.transfers.lately)
         rows = still[:_MOST_ROWS]
         return [
             self._transfer(t) for t in (*rows, *reversed(ended[-(_MOST_ROWS - len(rows) or 1) :]))

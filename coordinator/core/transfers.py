@@ -6,8 +6,8 @@ touches the store, and no list grows with history beyond what tombstones need.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 
 from rankgate.coordinator.core.pairs import Epochs, Pair, Pairs
 from rankgate.coordinator.core.rounds import World
@@ -36,6 +36,15 @@ from rankgate.proto.messages import (
 
 _CONSTANTS = frozenset({"", "none", "null", "nil", "undefined", "0", "-1", "request", "id"})
 """Request ids that are no ids: every request of a careless client would share them."""
+
+_MOST_MISSING = 64
+"""Ranks named in an outcome; operators see all of them."""
+
+_WEIGHT_OF_FINDING = 16
+"""An outcome with a finding is as long as this many without, so that a batch stays readable."""
+
+_LATELY = 1000
+"""Ended transfers that operators are shown."""
 
 _OPEN_STATES = frozenset({TransferState.GRANTED, TransferState.ABORTING})
 
@@ -98,7 +107,7 @@ class Transfer:
             destination_epoch=self.epochs[1],
             outcome=self.state.value,
             finding=self.finding,
-            missing=self.missing,
+            missing=self.missing[:_MOST_MISSING],
         )
 
 
@@ -130,8 +139,13 @@ class Transfers:
         self._by_key: dict[tuple[int, int, str, int], Transfer] = {}
         self._open: dict[Epochs, dict[int, Transfer]] = {}
         """Transfers without an outcome, so that a break costs only those."""
+        self.lately: deque[Transfer] = deque(maxlen=_LATELY)
         self.totals: Counter[str] = Counter()
         self._named: list[Transfer] = []
+
+    def running(self) -> list[Transfer]:
+        """Return the transfers without an outcome, oldest first."""
+        return [one for still in self._open.values() for one in still.values()]
 
     # --- opening --------------------------------------------------------------------------
 
@@ -203,7 +217,7 @@ class Transfers:
     ) -> Finding | None:
         if item.request.strip().lower() in _CONSTANTS:
             return finding(Code.REQUEST_INVALID, "request", Side(session.who, repr(item.request)))
-        if not self._in_scope(session, item, destination):
+        if not self._in_scope(session, item, pair):
             return self._outside(
                 session, f"request {item.request}", destination, item.destination_dp
             )
@@ -236,7 +250,7 @@ class Transfers:
         return None
 
     def _conflict(self, session: Session, transfer: Transfer, item: OpenItem) -> Finding | None:
-        if not self._in_scope(session, transfer.item, transfer.destination_world):
+        if transfer.expected.get(session.rank) is not session:
             subject = f"request {item.request}"
             dp = transfer.item.destination_dp
             return self._outside(session, subject, transfer.destination_world, dp)
@@ -307,6 +321,7 @@ class Transfers:
         transfer.finding = found
         still = self._open[transfer.epochs]
         del still[transfer.id]
+        self.lately.append(transfer)
         if not still:
             del self._open[transfer.epochs]
         self.totals[to.value] += 1
@@ -335,8 +350,7 @@ class Transfers:
             scopes[(*transfer.epochs, item.source_dp, item.destination_dp)].append(transfer)
         for transfers in scopes.values():
             listeners = self._scope(transfers[0])
-            for first in range(0, len(transfers), MAX_BATCH):
-                batch = transfers[first : first + MAX_BATCH]
+            for batch in _batches(transfers):
                 message = Outcome(items=[transfer.outcome() for transfer in batch])
                 for session in listeners:
                     self._sessions.push(session, message)
@@ -419,8 +433,8 @@ class Transfers:
 
     # --- words ----------------------------------------------------------------------------
 
-    def _in_scope(self, session: Session, item: OpenItem, destination: World) -> bool:
-        return session.world == destination.name and session.dp == item.destination_dp
+    def _in_scope(self, session: Session, item: OpenItem, pair: Pair) -> bool:
+        return pair.receivers.get(item.destination_dp, {}).get(session.rank) is session
 
     def _outside(self, session: Session, subject: str, destination: World, dp: int) -> Finding:
         ranks = [s.rank for s in destination.members() if s.dp == dp]
@@ -435,3 +449,17 @@ class Transfers:
         found = finding(Code.TRANSFER_UNKNOWN, "transfer", Side(session.who, str(transfer)))
         self._turn.journal.refuse(f"transfers of {session.world}", found, self._turn.now)
         return found
+
+
+def _batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+    """Cut outcomes into messages that every receiver can read, whatever their findings."""
+    batch: list[Transfer] = []
+    weight = 0
+    for transfer in transfers:
+        own = _WEIGHT_OF_FINDING if transfer.finding is not None else 1
+        if weight + own > MAX_BATCH:
+            yield batch
+            batch, weight = [], 0
+        batch.append(transfer)
+        weight += own
+    yield batch

@@ -20,6 +20,15 @@ from rankgate.proto.digests import digest_of
 from rankgate.proto.findings import Finding, Side, finding, has_error, ranks_text
 from rankgate.proto.messages import Probe, WorldSealed
 
+_ASKED = 16
+"""Members of an older round that are asked whether they live; the first answer counts."""
+
+_MOST_TOLD = 8
+"""Losses named in one message."""
+
+_QUIET_MS = 100
+"""A round's members hear of a lost rank at once, and of further ones at most this often."""
+
 _MAX_WORLDS = 4096
 """World names remembered; beyond it those without any rank are forgotten."""
 
@@ -43,7 +52,8 @@ class Worlds:
         self._probes: dict[str, list[Callable[[bool], None]]] = {}
         self.by_name: dict[str, World] = {}
         self.on_sealed: Callable[[World], None] = _unset
-        self.on_broken: Callable[[World, Finding, list[Session]], None] = _unset
+        self.on_broken: Callable[[World, Finding, list[Session], list[Session]], None] = _unset
+        """(world, why, members and lost ranks to tell, ranks that are lost)"""
         self.on_forgotten: Callable[[World], None] = _unset
         self.partners: Callable[[World], list[Session]] = _no_partners
 
@@ -150,7 +160,10 @@ class Worlds:
         if waiting is not None:
             waiting.append(then)
             return
-        asked = [peer for session in world.members() if (peer := session.peer) is not None]
+        if self._turn.now - world.alive_at < self._settings.probe:
+            then(True)
+            return
+        asked = [peer for session in world.members() if (peer := session.peer) is not None][:_ASKED]
         waiting = self._probes[world.name] = [then]
         if not asked:
             self._resolve(world, alive=False)
@@ -169,6 +182,7 @@ class Worlds:
         """A member of a sealed round lives."""
         world = self.by_name.get(session.world)
         if world is not None and world.sealed is not None and world.sealed.token == session.round:
+            world.alive_at = self._turn.now
             self._resolve(world, alive=True)
 
     def _resolve(self, world: World, *, alive: bool) -> None:
@@ -279,7 +293,7 @@ class Worlds:
                 self._forget_later(world)
             return
         self._consider(world, left)
-        self._tell(world, left, [found])
+        self._tell_loss(world, left, found)
 
     def _forget_later(self, world: World) -> None:
         """A world that crashed is shown for ``stall``; by then it is back, or has been replaced."""
@@ -326,8 +340,9 @@ class Worlds:
             epoch=world.epoch,
             why=found.message,
         )
+        self._turn.effects.append(Persist(self._epoch, removed=world.name))
         members = list(broken.members.values())
-        self.on_broken(world, found, [*(lost or []), *members])
+        self.on_broken(world, found, [*(lost or []), *members], members if void else lost or [])
         if void:
             world.rounds.pop(broken.token, None)
             broken.members = {}
@@ -386,6 +401,20 @@ class Worlds:
             listeners = chain(forming.members.values(), self.partners(world))
         for session in list(listeners):
             self._sessions.push(session, message)
+
+    def _tell_loss(self, world: World, left: Round, found: Finding) -> None:
+        """Tell of a lost rank; a job that ends loses them all, which must not cost their square."""
+        left.untold.append(found)
+        if self._turn.now >= left.quiet_until:
+            self._tell_losses(world, left)
+        elif len(left.untold) == 1:
+            self._turn.deadlines.at(left.quiet_until, lambda: self._tell_losses(world, left))
+
+    def _tell_losses(self, world: World, left: Round) -> None:
+        untold, left.untold = left.untold, []
+        left.quiet_until = self._turn.now + _QUIET_MS
+        if untold and world.sealed is not left and world.rounds.get(left.token) is left:
+            self._tell(world, left, untold[-_MOST_TOLD:])
 
 
 def _unset(*_args: object) -> None:

@@ -19,7 +19,19 @@ from rankgate.coordinator.runtime.log import Notes
 from rankgate.coordinator.runtime.router import Router
 from rankgate.coordinator.runtime.store import Store
 from rankgate.proto.codec import encode, encode_header
-from rankgate.proto.messages import KIND_OF
+from rankgate.proto.messages import (
+    KIND_OF,
+    AbortAck,
+    Ended,
+    HeartbeatAck,
+    NeedHello,
+    Opened,
+    Probe,
+    Reported,
+)
+
+_MAY_PASS = frozenset({Opened, Ended, AbortAck, HeartbeatAck, Reported, Probe, NeedHello})
+"""Answers that name no epoch which the asker does not know already; they never wait for a disk."""
 
 
 class _Held:
@@ -35,8 +47,9 @@ class _Held:
 class Executor:
     """Steps the core and does what it says.
 
-    Invariant: what stands after a Persist leaves only once that is durable, and later messages
-    to the same peers wait behind it; messages to other peers do not.
+    Invariant: what stands after a Persist leaves only once that is durable; so does every later
+    message that may name its epoch, and every later message to the same peers. Answers to opens,
+    ends and heartbeats of other peers pass.
     """
 
     def __init__(
@@ -117,10 +130,14 @@ class Executor:
             if type(effect) is Persist:
                 self._hold(effects[index:])
                 return
-            if self._held_peers and type(effect) is Send and effect.peer in self._held_peers:
+            if self._held and type(effect) is Send and self._must_wait(effect):
                 self._keep(self._held[-1], effect)
                 continue
             self._do[type(effect)](effect)
+
+    def _must_wait(self, send: Send) -> bool:
+        """Whether a message may name an epoch that is not on disk yet, or would overtake one."""
+        return send.peer in self._held_peers or type(send.message) not in _MAY_PASS
 
     def _hold(self, effects: list[Effect]) -> None:
         held = _Held()

@@ -22,6 +22,7 @@ from rankgate.proto.messages import (
     Hello,
     Left,
     PairBroken,
+    Probe,
     ProbeAck,
     Registered,
     Rejected,
@@ -245,7 +246,7 @@ def test_a_probe_that_was_answered_cannot_break_a_later_one() -> None:
     new.hello()
     assert rejected(new.register())
     old[0].answers_probes = False
-    bench.now += 995
+    bench.now += 1000
     assert new.register() is None
     bench.wait(10, beating=())
     assert bench.late(new.last_id) == []
@@ -653,7 +654,7 @@ def test_a_world_that_crashed_is_not_forgotten() -> None:
     bench.wait(bench.settings.resume, beating=())
     row = bench.query("status").status.worlds[0]  # type: ignore[union-attr]
     assert (row.world, row.state, row.size) == ("p", "forming", 0)
-    assert [record.world for record in bench.stored().worlds] == ["p"]
+    assert bench.stored().worlds == []  # a broken epoch is never confirmed again
 
 
 def test_beyond_the_bound_worlds_without_ranks_are_forgotten(
@@ -917,3 +918,43 @@ def test_C04_a_crashed_world_is_shown_and_then_forgotten() -> None:
     assert status is not None
     assert status.healthy
     assert status.worlds == []
+
+
+def test_a_job_that_ends_does_not_tell_the_square_of_its_ranks() -> None:
+    """The first loss is told at once, the others together a little later."""
+    bench = Bench()
+    agents = bench.seal(prefill(tp=8))
+    for agent in agents[1:7]:
+        agent.leave("done")
+    assert len(agents[7].told(WorldForming)) == 1
+    bench.wait(100)
+    told = agents[7].told(WorldForming)
+    assert len(told) == 2
+    assert told[-1].missing == [1, 2, 3, 4, 5, 6]
+    assert len(told[-1].findings) == 5
+
+
+def test_a_probe_asks_a_few_and_its_answer_holds_for_a_while() -> None:
+    """Many newcomers of a name in use cost one probe, not one each."""
+    bench = Bench()
+    bench.seal(prefill(tp=32))
+    newcomers = bench.agents(prefill(tp=32), "r2")
+    for agent in newcomers:
+        agent.hello()
+        assert codes(rejected(agent.register())) == ["world_in_use"]
+    asked = [one for one in bench.log if isinstance(one, Send) and isinstance(one.message, Probe)]
+    assert 1 <= len(asked) <= 16
+
+
+def test_partners_of_a_voided_round_hear_that_all_its_ranks_are_lost() -> None:
+    """A destination need not wait for sources that a newer round has replaced."""
+    bench = Bench()
+    old, theirs = bench.pair(prefill(tp=2), decode(tp=1))
+    for agent in old:
+        agent.answers_probes = False
+    (new, _) = bench.agents(prefill(tp=2), "r2")
+    new.hello()
+    new.register()
+    bench.wait(1000, beating=())
+    broken = theirs[0].last(PairBroken)
+    assert (broken.source_lost, broken.lost_ranks) == (True, [0, 1])

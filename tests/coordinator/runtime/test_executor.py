@@ -15,7 +15,7 @@ from rankgate.coordinator.core.events import ClockTicked, Event, MessageRefused,
 from rankgate.coordinator.runtime import executor as module
 from rankgate.coordinator.runtime.executor import Executor
 from rankgate.proto.codec import decode
-from rankgate.proto.messages import Leave
+from rankgate.proto.messages import Leave, Opened
 from rankgate.proto.views import View
 from tests.coordinator.core.harness import decode as decode_job
 from tests.coordinator.core.harness import prefill
@@ -113,6 +113,11 @@ def send(peer: bytes, number: int) -> Send:
     return Send(peer, number, Leave(session=number))
 
 
+def answer(peer: bytes, number: int) -> Send:
+    """Return an answer that names no epoch."""
+    return Send(peer, number, Opened(tick=0, items=[]))
+
+
 async def test_what_stands_after_persist_waits(desk: Desk) -> None:
     """What stands before it leaves at once, what stands after it when it is on disk."""
     desk.step(send(b"a", 1), Persist(epoch=1), send(b"b", 2), CutOff(b"c", "why"))
@@ -125,16 +130,17 @@ async def test_what_stands_after_persist_waits(desk: Desk) -> None:
 
 
 async def test_messages_to_one_peer_never_overtake(desk: Desk) -> None:
-    """Later steps' messages to a waiting peer wait too; those to other peers pass."""
+    """Later messages to a waiting peer wait too; answers to other peers' opens pass."""
     desk.step(Persist(epoch=1), send(b"a", 1))
-    desk.step(send(b"a", 2), send(b"b", 3))
+    desk.step(send(b"a", 2), answer(b"b", 3))
     desk.step(Persist(epoch=2), send(b"b", 4))
-    desk.step(send(b"a", 5), send(b"b", 6), send(b"c", 7))
+    desk.step(send(b"a", 5), answer(b"b", 6), answer(b"c", 7), send(b"d", 9))
     assert desk.agents.sent == [(b"b", 3), (b"c", 7)]
     desk.store.finish()
     await desk.settle()
     assert [n for peer, n in desk.agents.sent if peer == b"a"] == [1, 2, 5]
     assert [n for peer, n in desk.agents.sent if peer == b"b"] == [3, 4, 6]
+    assert [n for peer, n in desk.agents.sent if peer == b"d"] == [9]
     desk.step(send(b"a", 8))
     assert desk.agents.sent[-1] == (b"a", 8)
 
