@@ -19,6 +19,9 @@ from rankgate.proto.grants import Grant, GrantError, open_grant
 MAX_STAGED = 4096
 MAX_PARKED = 1024
 MAX_EARLY = 4096
+DELIVERED = "delivered"
+_LOOK_MS = 50
+"""How often, at most, all deadlines are looked at: requests end that much later at worst."""
 
 
 class StagedState(StrEnum):
@@ -47,6 +50,7 @@ class Staged:
 
     __slots__ = (
         "ended",
+        "epochs",
         "failed",
         "nbytes",
         "operations",
@@ -70,10 +74,12 @@ class Staged:
         self.until = until
         self.state = StagedState.STAGED
         self.transfer = 0
+        self.epochs: Epochs | None = None
+        """Of the pair whose grant bound it to its transfer."""
         self.receive_count = 0
         self.ended: set[int] = set()
         self.failed = False
-        self.sending: set[int] = set()
+        self.sending: dict[int, Sending] = {}
         self.operations = 0
         self.reason = ""
 
@@ -117,7 +123,7 @@ class Presentation:
 
 
 class Sending:
-    """One contact's share of a transfer, to be sent.
+    """One contact's share of a transfer, to be sent; a renewed grant moves ``stop``.
 
     No operation may start after ``stop`` (ms, local): it could still write after the grant ended.
     """
@@ -154,16 +160,19 @@ class Ledger:
         self._delivered: dict[str, tuple[int, int, int]] = {}
         """Delivered before it was staged: request -> (transfer, receive_count, when), as a notice
         contact may be late."""
+        self._drained: dict[tuple[int, int], int] = {}
+        """(transfer, rank) that was told nothing more comes -> when."""
+        self._aborting: dict[int, tuple[int, Finding]] = {}
+        """Transfers of which nothing more may start -> (when, why)."""
         self._now = 0
+        self._due: int | None = None
+        """No deadline is earlier than this."""
+        self.staged_bytes = 0
+        """Bytes of all staged requests on this rank."""
         self.events: list[AgentEvent] = []
         self.sendings: list[Sending] = []
         self.failures: list[tuple[Epochs, int, int, Finding]] = []
         """(epochs, rank, transfer, why) to tell as SourceFailed."""
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of all staged requests on this rank."""
-        return sum(staged.nbytes for staged in self.staged.values())
 
     # --- the engine -----------------------------------------------------------------------
 
@@ -187,9 +196,11 @@ class Ledger:
             return finding(Code.STAGING_FULL, f"request {request}", side)
         self._now = max(self._now, now)
         staged = self.staged[request] = Staged(request, held, nbytes, until)
+        self.staged_bytes += nbytes
+        self._note_due(until)
         if request in self._delivered:
             staged.transfer, staged.receive_count, _ = self._delivered.pop(request)
-            self._close(staged, "delivered")
+            self._close(staged, DELIVERED)
             return None
         for key, shown in list(self._parked.items()):
             if shown.grant.request == request:
@@ -258,8 +269,12 @@ class Ledger:
         if left <= 0:
             side = Side(who, f"a grant that ended {-left} ms ago or earlier")
             return "refused", grant.transfer, finding(Code.GRANT_EXPIRED, "grant", side)
-        if self._done.get(grant.transfer, (0, ""))[1] == "delivered":
+        if self._done.get(grant.transfer, (0, ""))[1] == DELIVERED:
             return "ended", grant.transfer, None  # a late repeat; everyone has ended
+        if (grant.transfer, rank) in self._drained:
+            return "ended", grant.transfer, None  # a late repeat; it wants nothing any more
+        if grant.transfer in self._aborting:
+            return "refused", grant.transfer, self._aborting[grant.transfer][1]
         if grant.transfer in self._done:
             side = Side(f"transfer {grant.transfer}", f"already {self._done[grant.transfer][1]}")
             return "refused", grant.transfer, finding(Code.TRANSFER_UNKNOWN, "transfer", side)
@@ -278,7 +293,10 @@ class Ledger:
         request = shown.grant.request
         if request not in self.staged and not self._is_wanted(request):
             self.events.append(Wanted(request))
+        if key in self._parked:  # a renewed grant, or a late repeat of the first
+            shown.until = max(shown.until, self._parked[key].until)
         self._parked[key] = shown
+        self._note_due(shown.until)
         return "parked", shown.grant.transfer, None
 
     def _is_wanted(self, request: str) -> bool:
@@ -299,11 +317,14 @@ class Ledger:
                     detail=f"(request {staged.request})",
                 )
         staged.until = max(staged.until, shown.until)
-        if shown.rank not in staged.sending and staged.state is not StagedState.CLOSED:
-            staged.sending.add(shown.rank)
+        known = staged.sending.get(shown.rank)
+        if known is not None:
+            known.stop = max(known.stop, shown.until - self._max_op)
+        elif staged.state is not StagedState.CLOSED:
             if staged.state is StagedState.STAGED:
                 staged.become(StagedState.SENDING)
-            self.sendings.append(Sending(shown, staged, self._max_op))
+            staged.sending[shown.rank] = Sending(shown, staged, self._max_op)
+            self.sendings.append(staged.sending[shown.rank])
         return None
 
     def _attach(self, grant: Grant, pair: PairLinks, staged: Staged) -> Finding | None:
@@ -316,7 +337,7 @@ class Ledger:
                 Side("presented", f"transfer {grant.transfer}"),
             )
             return finding(Code.CONFLICTING_STAGE, f"request {staged.request}", *sides)
-        staged.transfer = grant.transfer
+        staged.transfer, staged.epochs = grant.transfer, pair.epochs
         staged.receive_count = sum(
             link.peer.dp == grant.destination_dp for link in pair.links.values()
         )
@@ -324,7 +345,7 @@ class Ledger:
         return None
 
     def peer_end(
-        self, pair: PairLinks, rank: int, sealed: bytes, now: int, outcome: str = "delivered"
+        self, pair: PairLinks, rank: int, sealed: bytes, now: int, outcome: str = DELIVERED
     ) -> tuple[int, Finding | None]:
         """Count a destination rank's end, once; a repeat changes nothing (case B02)."""
         grant = self.check(pair, rank, sealed, data=False)
@@ -349,16 +370,52 @@ class Ledger:
             return
         staged.ended.add(rank)
         # All accounted for with one failure is a failure, never a delivery (case B11).
-        staged.failed |= outcome != "delivered"
+        staged.failed |= outcome != DELIVERED
         if len(staged.ended) >= staged.receive_count:
-            self._close(staged, "failed" if staged.failed else "delivered")
+            self._close(staged, "failed" if staged.failed else DELIVERED)
 
     def pair_broken(self, epochs: Epochs) -> None:
         """Forget what a broken pair's destinations had shown; the daemon names outcomes."""
         for key in [key for key, shown in self._parked.items() if shown.epochs == epochs]:
             del self._parked[key]
 
+    def holds(self, epochs: Epochs) -> bool:
+        """Whether a staged request still waits for ends over a pair."""
+        return any(
+            staged.epochs == epochs and staged.state is not StagedState.CLOSED
+            for staged in self.staged.values()
+        )
+
+    def drain(self, transfer: int, rank: int, now: int) -> None:
+        """Start nothing more for one destination rank: what it had shown is forgotten."""
+        self._drained.setdefault((transfer, rank), now)
+        self._parked.pop((transfer, rank), None)
+
+    def may_start(self, sending: Sending) -> bool:
+        """Whether one more operation of a share may start, as far as ends go."""
+        return (
+            sending.staged.state is StagedState.SENDING
+            and sending.rank not in sending.staged.ended
+            and (sending.transfer, sending.rank) not in self._drained
+            and sending.transfer not in self._aborting
+        )
+
     # --- the daemon and the transport ------------------------------------------------------
+
+    def aborting(self, transfer: int, why: Finding, now: int) -> None:
+        """The daemon is aborting a transfer: nothing more of it starts; its outcome releases."""
+        self._aborting.setdefault(transfer, (now, why))
+        for key in [key for key in self._parked if key[0] == transfer]:
+            del self._parked[key]
+
+    def void(self) -> None:
+        """Another daemon, or another clock: what was granted before holds nothing any more."""
+        for known in (self._parked, self._early, self._delivered, self._drained, self._aborting):
+            known.clear()
+        for staged in list(self.staged.values()):
+            if staged.transfer:
+                self._close(staged, "expired")
+        self._done.clear()
 
     def outcome(
         self, transfer: int, request: str, outcome: str, now: int, receive_count: int = 0
@@ -372,12 +429,14 @@ class Ledger:
         self._early.pop(transfer, None)
         for key in [key for key in self._parked if key[0] == transfer]:
             del self._parked[key]
-        staged = self._by_transfer.get(transfer) or self.staged.get(request)
+        staged = self._by_transfer.get(transfer)
+        if staged is None and not known:  # else it is staged anew, for a later attempt
+            staged = self.staged.get(request)
         if staged is not None and staged.transfer in {0, transfer}:
             staged.transfer = transfer
             staged.receive_count = staged.receive_count or receive_count
             self._close(staged, outcome)
-        elif staged is None and not known and outcome == "delivered":
+        elif staged is None and not known and outcome == DELIVERED:
             self._delivered[request] = (transfer, receive_count, now)
 
     def withdraw(self, request: str, reason: str) -> None:
@@ -407,25 +466,26 @@ class Ledger:
             return
         staged.become(StagedState.RELEASED)
         del self.staged[staged.request]
+        self.staged_bytes -= staged.nbytes
         if staged.transfer:
             self._by_transfer.pop(staged.transfer, None)
             self._done.setdefault(staged.transfer, (self._now, staged.reason))
         # The daemon names a delivery only when all have ended, so its word counts for the rest.
         ended = len(staged.ended)
-        ended = staged.receive_count if staged.reason == "delivered" else ended
+        ended = staged.receive_count if staged.reason == DELIVERED else ended
         self.events.append(Released(staged.request, staged.reason, ended, staged.receive_count))
         if self._is_wanted(staged.request):
             self.events.append(Wanted(staged.request))
-
-    def knows(self, transfer: int) -> bool:
-        """Whether a staged request belongs to this transfer."""
-        return transfer in self._by_transfer
 
     # --- time -----------------------------------------------------------------------------
 
     def tick(self, now: int) -> None:
         """End what is too old: parked presentations, and staged requests nobody came for."""
         self._now = max(self._now, now)
+        for old in (self._drained, self._aborting, self._done, self._early, self._delivered):
+            _forget(old, now)
+        if self._due is None or now < self._due:
+            return
         for key, shown in list(self._parked.items()):
             if now >= shown.until:
                 del self._parked[key]
@@ -435,25 +495,21 @@ class Ledger:
         for staged in list(self.staged.values()):
             if now >= staged.until:
                 self._close(staged, "expired")
-        for transfer, (at, _) in list(self._done.items()):
-            if now - at < _REMEMBER_MS:
-                break
-            del self._done[transfer]
-        for transfer, early in list(self._early.items()):
-            if now - early.at < _REMEMBER_MS:
-                break
-            del self._early[transfer]
-        for request, (_, _, at) in list(self._delivered.items()):
-            if now - at < _REMEMBER_MS:
-                break
-            del self._delivered[request]
-
-    def next_deadline(self) -> int | None:
-        """Return when (ms) something is too old."""
         times = [shown.until for shown in self._parked.values()]
         times += [s.until for s in self.staged.values() if s.state is not StagedState.CLOSED]
-        return min(times, default=None)
+        self._due = max(min(times), now + _LOOK_MS) if times else None
+
+    def _note_due(self, until: int) -> None:
+        self._due = until if self._due is None else min(self._due, until)
+
+    def next_deadline(self) -> int | None:
+        """Return when (ms) something may be too old."""
+        return self._due
 
 
 _REMEMBER_MS = 600_000
 """How long an ended transfer's late presentations are recognised: the longest life of a grant."""
+
+
+def _forget(known: dict[Any, Any], now: int) -> None:
+    """Drop the oldest of what was noted in order of time, the time being a value's own."""

@@ -685,7 +685,9 @@ class Query(_Message, frozen=True, kw_only=True):
 
     view: Name
     subject: Text = ""
-    """For ``story``: ``world:NAME``, ``pair:SOURCE:DESTINATION`` or ``transfer:ID``."""
+    """For ``story``: ``world:NAME`` or ``pair:SOURCE:DESTINATION``."""
+    offset: U32 = 0
+    """For long lists: where to begin; ``View.next`` of the answer before."""
 
 
 MESSAGES: dict[Kind, type[Struct]] = {

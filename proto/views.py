@@ -81,6 +81,7 @@ class PairView(_Row, frozen=True, kw_only=True):
     waiting_for: list[str]
     findings: list[Finding]
     counts: list[PairCountView]
+    """Left empty in ``status``."""
     transfers: dict[str, int]
     """Transfers by state, over the pair's life."""
 
@@ -136,3 +137,5 @@ class View(Struct, frozen=True, kw_only=True, omit_defaults=True):
     transfers: list[TransferView] | None = None
     story: list[str] | None = None
     finding: Finding | None = None
+    next: int = 0
+    """Where the rest of a long list begins: ask again with it as the offset; 0 is the end."""

@@ -6,9 +6,10 @@ import os
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import zmq
+from msgspec.structs import replace
 
 from rankgate.proto.codec import WireError, decode, decode_header, encode
 from rankgate.proto.findings import Finding
@@ -93,12 +94,25 @@ class OperatorClient:
             DaemonUnreachableError: no answer in time, or no socket at an ipc path.
             QueryRefusedError: the daemon does not answer this question.
         """
+        deadline = time.monotonic() + timeout
+        whole = self._ask(Query(view=view, subject=subject), deadline, timeout)
+        while whole.next:
+            query = Query(view=view, subject=subject, offset=whole.next)
+            more = self._ask(query, deadline, timeout)
+            whole = replace(
+                whole,
+                ranks=_joined(whole.ranks, more.ranks),
+                pairs=_joined(whole.pairs, more.pairs),
+                next=more.next,
+            )
+        return whole
+
+    def _ask(self, query: Query, deadline: float, timeout: float) -> View:
         missing = missing_ipc(self.endpoint)
         if missing is not None:
             raise DaemonUnreachableError(self.endpoint, f"{missing} does not exist")
         self._asked += 1
-        self._socket.send_multipart(encode(Query(view=view, subject=subject), self._asked))
-        deadline = time.monotonic() + timeout
+        self._socket.send_multipart(encode(query, self._asked))
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(max(1, int(left * 1000))):
                 continue
@@ -145,3 +159,10 @@ def missing_ipc(endpoint: str) -> str | None:
 def _words(found: Finding) -> str:
     hint = f" ({found.hint})" if found.hint else ""
     return f"{found.code} {found.slug}: {found.message}{hint}"
+
+
+Row = TypeVar("Row")
+
+
+def _joined(first: list[Row] | None, more: list[Row] | None) -> list[Row] | None:
+    return None if first is None else [*first, *(more or [])]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from rankgate.coordinator.core.pairs import Pair
 from rankgate.coordinator.core.rounds import World
@@ -29,6 +29,9 @@ from rankgate.proto.views import (
 
 if TYPE_CHECKING:
     from rankgate.coordinator.core.machine import Coordinator
+
+_PAGE_ROWS = 2048
+"""Rows in one answer: a few hundred KB, well below what a message may hold."""
 
 _MOST_ROWS = 1000
 _MOST_REFUSALS = 32
@@ -63,9 +66,11 @@ class Showing:
             case "status":
                 return View(status=self._status())
             case "ranks":
-                return View(ranks=self._ranks())
+                rows, after = _page(self._ranks(), query.offset)
+                return View(ranks=rows, next=after)
             case "pairs":
-                return View(pairs=[self._pair(pair) for pair in self._core.pairs.by_name.values()])
+                pairs, after = _page(list(self._core.pairs.by_name.values()), query.offset, _size)
+                return View(pairs=[self._pair(pair) for pair in pairs], next=after)
             case "transfers":
                 return View(transfers=self._transfers())
             case "story":
@@ -76,7 +81,7 @@ class Showing:
 
     def _status(self) -> StatusView:
         worlds = [self._world(world) for world in self._core.worlds.by_name.values()]
-        pairs = [self._pair(pair) for pair in self._core.pairs.by_name.values()]
+        pairs = [self._pair(pair, counts=False) for pair in self._core.pairs.by_name.values()]
         now = self._turn.now
         refusals = self._turn.journal.refusals()[-_MOST_REFUSALS:]
         return StatusView(
@@ -131,7 +136,7 @@ class Showing:
             for held in world.rounds.values():
                 rows += [self._rank(session) for _, session in sorted(held.members.items())]
                 rows += [_missing(world, rank) for rank in held.missing()]
-        return rows[: _MOST_ROWS * 8]
+        return rows
 
     def _rank(self, session: Session) -> RankView:
         described = session.descriptor
@@ -153,7 +158,7 @@ class Showing:
             landing=session.landing,
         )
 
-    def _pair(self, pair: Pair) -> PairView:
+    def _pair(self, pair: Pair, *, counts: bool = True) -> PairView:
         plan = pair.plan
         return PairView(
             source=pair.source,
@@ -167,7 +172,7 @@ class Showing:
             ranks=pair.ranks,
             waiting_for=self._core.pairs.waiting_for(pair),
             findings=pair.findings,
-            counts=list(self._counts(pair)),
+            counts=list(self._counts(pair)) if counts else [],
             transfers=dict(pair.transfers),
         )
 
@@ -236,3 +241,24 @@ def _missing(world: World, rank: int) -> RankView:
         staged_bytes=0,
         landing=0,
     )
+
+
+Row = TypeVar("Row")
+
+
+def _page(
+    rows: Sequence[Row], offset: int, weight: Callable[[Row], int] = lambda _row: 1
+) -> tuple[list[Row], int]:
+    """Return the rows from ``offset`` on that fit a message, and where the rest begins (or 0)."""
+    page: list[Row] = []
+    left = _PAGE_ROWS
+    for row in rows[offset:]:
+        left -= weight(row)
+        if left < 0 and page:
+            return page, offset + len(page)
+        page.append(row)
+    return page, 0
+
+
+def _size(pair: Pair) -> int:
+    return 16 + pair.ranks

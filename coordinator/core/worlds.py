@@ -49,6 +49,8 @@ class Worlds:
         self._settings = settings
         self._epoch = durable.epoch
         self._unconfirmed = {record.world: record for record in durable.worlds}
+        if self._unconfirmed:
+            turn.deadlines.at(turn.now + settings.stall, self._forget_unconfirmed)
         self._probes: dict[str, list[Callable[[bool], None]]] = {}
         self.by_name: dict[str, World] = {}
         self.on_sealed: Callable[[World], None] = _unset
@@ -294,6 +296,12 @@ class Worlds:
             return
         self._consider(world, left)
         self._tell_loss(world, left, found)
+
+    def _forget_unconfirmed(self) -> None:
+        """Worlds that did not come back after a restart need not be kept."""
+        for name in self._unconfirmed:
+            self._turn.effects.append(Persist(self._epoch, removed=name))
+        self._unconfirmed.clear()
 
     def _forget_later(self, world: World) -> None:
         """A world that crashed is shown for ``stall``; by then it is back, or has been replaced."""

@@ -223,3 +223,16 @@ def test_without_check_an_unhealthy_daemon_is_exit_0(
 def test_an_unknown_output_is_a_usage_error() -> None:
     """Usage errors are exit code 2."""
     assert run(status.ranks, "-o", "yaml").exit_code == 2
+
+
+def test_client_joins_the_pages_of_a_long_list(daemon: FakeDaemon, views: SimpleNamespace) -> None:
+    """Whoever asks for ranks gets all of them, however many answers that takes."""
+    daemon.answer = lambda query, number: [
+        encode(View(ranks=[views.rank(query.offset)], next=(query.offset + 1) % 3), number)
+    ]
+    with OperatorClient(daemon.endpoint) as client:
+        view = client.ask("ranks")
+    assert view.ranks is not None
+    assert [row.rank for row in view.ranks] == [0, 1, 2]
+    assert view.next == 0
+    assert [query.offset for query in daemon.asked] == [0, 1, 2]

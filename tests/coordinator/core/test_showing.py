@@ -241,3 +241,33 @@ def test_refusals_are_counted_and_bounded() -> None:
     journal.refuse("b", one, 40)
     journal.refuse("a", three, 50)
     assert [(r.about, r.finding) for r in journal.refusals()] == [("b", one), ("a", three)]
+
+
+def test_long_lists_come_in_pages_that_join_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page fits a message and says where the next one begins; the last one says 0."""
+    monkeypatch.setattr(showing, "_PAGE_ROWS", 3)
+    bench = Bench()
+    bench.pair(prefill(tp=4), decode_job(tp=4))
+    bench.seal(decode_job("d2", tp=2))
+    ranks, offset, pages = [], 0, 0
+    while True:
+        bench.step(QueryArrived(b"op", 1, Query(view="ranks", offset=offset)))
+        view = bench.views[-1]
+        assert view.ranks is not None
+        assert 1 <= len(view.ranks) <= 3
+        ranks += [(row.world, row.rank) for row in view.ranks]
+        pages, offset = pages + 1, view.next
+        if not offset:
+            break
+    assert ranks == [("p", r) for r in range(4)] + [("d", r) for r in range(4)] + [
+        ("d2", 0),
+        ("d2", 1),
+    ]
+    assert pages == 4
+    bench.step(QueryArrived(b"op", 1, Query(view="pairs")))
+    first = bench.views[-1]
+    assert first.pairs is not None
+    assert (len(first.pairs), first.next) == (1, 1)
+    status = bench.query("status").status
+    assert status is not None
+    assert all(pair.counts == [] for pair in status.pairs)

@@ -958,3 +958,14 @@ def test_partners_of_a_voided_round_hear_that_all_its_ranks_are_lost() -> None:
     bench.wait(1000, beating=())
     broken = theirs[0].last(PairBroken)
     assert (broken.source_lost, broken.lost_ranks) == (True, [0, 1])
+
+
+def test_a_world_that_does_not_come_back_after_a_restart_is_dropped_from_the_store() -> None:
+    """Its record is kept for as long as it may be confirmed."""
+    bench = Bench()
+    bench.seal(prefill())
+    bench.restart()
+    bench.wait(59_000, beating=())
+    assert [record.world for record in bench.stored().worlds] == ["p"]
+    bench.wait(2_000, beating=())
+    assert bench.stored().worlds == []
