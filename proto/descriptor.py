@@ -13,19 +13,20 @@ from msgspec import Meta, Struct
 from rankgate.proto.fields import (
     U64,
     Digest,
-    Layer,
+    Layers,
     Milliseconds,
     Name,
     Rank,
     Size,
     Text,
 )
+from rankgate.proto.limits import MAX_COMPONENTS, MAX_ITEMS
 
 ROLES = ("encoder", "prefill", "decode", "unified")
 """What an engine does; ``unified`` prefills and decodes itself."""
 
 PROFILES = ("native", "sglang", "vllm")
-"""Whose habits decide which ranks talk (design: counts and contacts)."""
+"""Whose habits decide which ranks talk (see coordinator/core/contacts.py)."""
 
 KV_KINDS = ("gqa", "mla")
 """``gqa``: K and V per head (MHA and MQA included); ``mla``: one latent, replicated over tp."""
@@ -105,7 +106,7 @@ class KvGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Elements of one K head."""
     v_head_dim: Annotated[int, Meta(ge=0, le=1 << 20)]
     """Elements of one V head; 0 for ``mla``, whose latent is the K part alone."""
-    layers: list[Layer]
+    layers: Layers
     """Global layer ids in buffer order."""
     k_item_len: U64
     """Bytes of one page of one layer's K."""
@@ -119,8 +120,8 @@ class StateComponent(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: Name
     """Such as ``MAMBA`` or ``SWA``; components are matched by it, never by position (A34)."""
     dtype: Name
-    layers: list[Layer]
-    item_lens: list[U64]
+    layers: Layers
+    item_lens: Annotated[list[U64], Meta(max_length=MAX_ITEMS)]
     """Bytes per slot or page, one per layer."""
 
 
@@ -152,8 +153,8 @@ class Descriptor(Struct, frozen=True, kw_only=True, omit_defaults=True):
     layout: Layout
     software: Software = Software()
     model: Model = Model()
-    kv: list[KvGroup] = []
-    state: list[StateComponent] = []
+    kv: Annotated[list[KvGroup], Meta(max_length=MAX_COMPONENTS)] = []
+    state: Annotated[list[StateComponent], Meta(max_length=MAX_COMPONENTS)] = []
     transport: Transport
-    capabilities: list[Name] = []
+    capabilities: Annotated[list[Name], Meta(max_length=MAX_COMPONENTS)] = []
     profile: Name = "native"

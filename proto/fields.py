@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from rankgate.proto.limits import (
+    MAX_ITEMS,
     MAX_NAME,
     MAX_PAGES,
     MAX_REQUEST,
@@ -28,4 +29,6 @@ Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Request = Annotated[str, Meta(max_length=MAX_REQUEST)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Layers = Annotated[list[Layer], Meta(max_length=MAX_ITEMS)]
+Ranks = Annotated[list[Rank], Meta(max_length=MAX_ITEMS)]
 Blob = Annotated[bytes, Meta(max_length=1 << 20)]

@@ -19,6 +19,9 @@ MAX_DEPTH = 16
 MAX_ITEMS = 1 << 16
 """Longest array or map in a body."""
 
+MAX_COMPONENTS = 1024
+"""Most KV groups, state components or capabilities of one rank, and findings in one message."""
+
 MAX_BATCH = 1024
 """Most opens, grants, ends or outcomes in one message."""
 

@@ -26,12 +26,20 @@ from rankgate.proto.fields import (
     Name,
     PageIndex,
     Rank,
+    Ranks,
     Request,
     Text,
 )
 from rankgate.proto.findings import Finding
-from rankgate.proto.limits import MAX_BATCH, MAX_PAGES_PER_REQUEST
+from rankgate.proto.limits import (
+    MAX_BATCH,
+    MAX_COMPONENTS,
+    MAX_ITEMS,
+    MAX_PAGES_PER_REQUEST,
+)
 from rankgate.proto.views import View
+
+Findings = Annotated[list[Finding], Meta(max_length=MAX_COMPONENTS)]
 
 WIRE_MIN = 1
 WIRE_MAX = 1
@@ -170,7 +178,7 @@ class NeedHello(_Message, frozen=True, kw_only=True):
 class Rejected(_Message, frozen=True, kw_only=True):
     """The request is refused, with every reason."""
 
-    findings: list[Finding]
+    findings: Findings
 
     @property
     def retryable(self) -> bool:
@@ -237,9 +245,9 @@ class WorldForming(_Message, frozen=True, kw_only=True):
     world: Name
     have: Count
     size: Count
-    missing: list[Rank] = []
+    missing: Ranks = []
     overdue: bool = False
-    findings: list[Finding] = []
+    findings: Findings = []
 
 
 class Slice(_Message, frozen=True, kw_only=True):
@@ -281,7 +289,7 @@ class Contact(_Message, frozen=True, kw_only=True):
     slot: Rank
     kind: Name
     """``data`` or ``notice``."""
-    slices: list[Slice] = []
+    slices: Annotated[list[Slice], Meta(max_length=MAX_ITEMS)] = []
 
 
 class Peer(_Message, frozen=True, kw_only=True):
@@ -309,15 +317,15 @@ class Verdict(_Message, frozen=True, kw_only=True):
     destination: Name
     destination_epoch: U64
     accepted: bool
-    findings: list[Finding] = []
+    findings: Findings = []
     profile: Name = "native"
     table_digest: Annotated[bytes, Meta(max_length=16)] = b""
     dp: Rank = 0
     slot: Rank = 0
     receive_count: Count = 0
     send_count: Count = 0
-    contacts: list[Contact] = []
-    peers: list[Peer] = []
+    contacts: Annotated[list[Contact], Meta(max_length=MAX_ITEMS)] = []
+    peers: Annotated[list[Peer], Meta(max_length=MAX_ITEMS)] = []
     grant_key: Annotated[bytes, Meta(max_length=32)] = b""
     """For source ranks: checks grants of this pair of epochs."""
 
@@ -342,10 +350,10 @@ class PairBroken(_Message, frozen=True, kw_only=True):
     source_epoch: U64
     destination: Name
     destination_epoch: U64
-    findings: list[Finding]
+    findings: Findings
     source_lost: bool = False
     destination_lost: bool = False
-    lost_ranks: list[Rank] = []
+    lost_ranks: Ranks = []
 
 
 class OutcomeItem(_Message, frozen=True, kw_only=True, gc=False):
@@ -362,7 +370,7 @@ class OutcomeItem(_Message, frozen=True, kw_only=True, gc=False):
     destination_epoch: U64
     outcome: Name
     finding: Finding | None = None
-    missing: list[Rank] = []
+    missing: Ranks = []
 
 
 class Outcome(_Message, frozen=True, kw_only=True):
@@ -405,8 +413,8 @@ class Linked(_Message, frozen=True, kw_only=True):
     source_epoch: U64
     destination_epoch: U64
     table_digest: Digest
-    claims: list[Claim] = []
-    findings: list[Finding] = []
+    claims: Annotated[list[Claim], Meta(max_length=MAX_COMPONENTS)] = []
+    findings: Findings = []
     """Not empty: linking failed, and this is why."""
 
 
@@ -427,7 +435,7 @@ class OpenItem(_Message, frozen=True, kw_only=True, gc=False):
     table_digest: Digest
     ttl: Milliseconds = 0
     """0 takes the daemon's default."""
-    claims: list[Claim] = []
+    claims: Annotated[list[Claim], Meta(max_length=MAX_COMPONENTS)] = []
 
 
 class Open(_Message, frozen=True, kw_only=True):

@@ -320,7 +320,7 @@ class Pairs:
         return waiting
 
     def check_claim(self, pair: Pair, session: Session, claim: Claim) -> Finding | None:
-        """RG601: a count an engine computed itself must be the computed one (B01, seed 1)."""
+        """RG601: a count an engine computed itself must be the computed one (case B01)."""
         expected = self._expected(pair, session, claim.count)
         if expected is None:
             known = "known: world_receive_count, receive_count (sources), send_count (destinations)"

@@ -8,7 +8,7 @@ from rankgate.coordinator.core.verdicts import Ruling, Stand, WorldShape
 from rankgate.proto.codes import Code
 
 P_TP_GT_D_TP = "p_tp_gt_d_tp"
-"""Capability: replicated source heads may outnumber the destination's ranks (vLLM check 11)."""
+"""Capability: replicated source heads may outnumber the destination's ranks (vLLM asserts that)."""
 
 
 def check_topology(source: WorldShape, destination: WorldShape) -> Iterator[Ruling]:

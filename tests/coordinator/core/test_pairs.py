@@ -296,7 +296,7 @@ def test_the_pair_is_ready_when_every_rank_has_linked_and_not_before() -> None:
     assert all(len(agent.told(PairReady)) == 1 for agent in agents)
 
 
-def test_seed_1_a_wrong_claim_is_refused_while_linking_and_both_worlds_are_told() -> None:
+def test_B01_a_wrong_claim_is_refused_while_linking_and_both_worlds_are_told() -> None:
     """'Inconsistent receive_count: registered 4, got 2' is a refusal with rank and numbers."""
     bench = Bench()
     agents = everyone(bench, prefill(tp=2), decode(tp=4))

@@ -147,7 +147,7 @@ REJECTED: list[tuple[str, dict[str, Any], dict[str, Any], set[str], tuple[str, .
         ("state[SWA]", "2 components ['SWA', 'MAMBA']", "1 components ['MAMBA']"),
     ),
     (
-        "seed 2",
+        "a state component missing",
         {"state": [state("SWA"), state("MAMBA"), state("DSA")]},
         {"state": [state("SWA"), state("MAMBA")]},
         {"state_component_missing"},

@@ -162,7 +162,7 @@ def test_other_payloads_and_tables_are_refused() -> None:
     assert bytes(16).hex() in result.finding.message  # type: ignore[union-attr]
 
 
-def test_seed_1_a_wrong_claim_at_open_rejects_the_pair_for_both_worlds() -> None:
+def test_B01_a_wrong_claim_at_open_rejects_the_pair_for_both_worlds() -> None:
     """The number, the computed one and the rank are named; open transfers fail."""
     bench = Bench()
     ours, theirs = ready(bench)
