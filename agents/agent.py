@@ -10,8 +10,9 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -25,8 +26,8 @@ from rankgate.agents.errors import (
     PairRejectedError,
     StageError,
 )
-from rankgate.agents.events import AgentEvent, Arrived, Outcome
-from rankgate.agents.handles import Pair, Stats, Transfer, view_of
+from rankgate.agents.events import AgentEvent, Arrived, Outcome, Unpolled
+from rankgate.agents.handles import OpenKey, Pair, Stats, Transfer, view_of
 from rankgate.agents.landing import check_pages
 from rankgate.agents.link import LinkThread
 from rankgate.agents.linking import LinkState, Registered, region_lengths
@@ -40,7 +41,7 @@ from rankgate.proto.codes import Code
 from rankgate.proto.descriptor import Transport
 from rankgate.proto.digests import digest_bytes
 from rankgate.proto.findings import Finding, Side, finding
-from rankgate.proto.messages import OpenItem, OutcomeItem
+from rankgate.proto.messages import Metadata, OpenItem, OutcomeItem
 
 Pages = Sequence[int] | Mapping[str, Sequence[int]]
 Found = TypeVar("Found")
@@ -48,7 +49,6 @@ Found = TypeVar("Found")
 CREDIT_CHUNKS = 16
 """Chunks of about 1 MiB that a source may have under way on one link."""
 
-_MAX_EVENTS = 1 << 20
 _LEAVE_SECONDS = 1.0
 
 
@@ -56,7 +56,9 @@ class RankAgent:
     """One rank's agent.
 
     Invariant: every staged request is Released once and every opened one has one outcome, whatever
-    fails; both are seen by ``poll`` in the order they happened.
+    fails; both are seen by ``poll`` in the order they happened. Who never polls loses, beyond
+    65536 of them, the oldest Arrived and Outcome of transfers that have their outcome: their
+    handles hold it. Nothing else is ever lost.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RankAgent:
             link: endpoint to bind for peers, verbatim; chosen when empty.
         """
         self._pid = os.getpid()
+        self.daemon = daemon
         self._memory = {
             (cache.group.name, part): arrays
             for cache in description.kv
@@ -85,19 +88,33 @@ class RankAgent:
         }
         metadata = description.metadata()
         blob = encode_blob(metadata)
-        self._context = make_context()
-        try:
+        with ExitStack() as undo:
+            self._context = make_context()
+            undo.callback(self._context.destroy, 0)  # closes whatever socket was made of it
             self._bound = LinkSocket(self._context, daemon, link)
-        except AgentError:
-            self._context.term()
-            raise
-        try:
+            undo.callback(self._bound.remove)
             daemon_socket = connect(self._context, daemon)
-        except AgentError:
-            self._bound.socket.close(0)
-            self._bound.remove()
-            self._context.term()
-            raise
+            self._begin(description, identity, world_size, blob, metadata)
+            self._thread = LinkThread(
+                self._context,
+                daemon_socket,
+                self._bound.socket,
+                self._core,
+                self._memory,
+                self._turned,
+                self._lock,
+            )
+            undo.pop_all()
+
+    def _begin(
+        self,
+        description: RankDescription,
+        identity: Identity,
+        world_size: int,
+        blob: bytes,
+        metadata: Metadata,
+    ) -> None:
+        """Make what is known of this rank, and its core, which begins to greet the daemon."""
         transport = Transport(
             kind="zmq",
             address=self._bound.address,
@@ -117,7 +134,6 @@ class RankAgent:
             for cache in description.kv
             for part, _, size in cache.parts()
         }
-        self.daemon = daemon
         self._core = RankCore(
             identity,
             descriptor,
@@ -129,19 +145,11 @@ class RankAgent:
         )
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._events: deque[AgentEvent] = deque(maxlen=_MAX_EVENTS)
+        self._events = Unpolled()
         self._transfers: dict[int, Transfer] = {}
+        self._opened: dict[OpenKey, Transfer] = {}
         self._seconds = {"grant": 0.0, "data": 0.0, "outcome": 0.0}
         self._closed = False
-        self._thread = LinkThread(
-            self._context,
-            daemon_socket,
-            self._bound.socket,
-            self._core,
-            self._memory,
-            self._turned,
-            self._lock,
-        )
 
     @classmethod
     def from_env(
@@ -197,7 +205,7 @@ class RankAgent:
         """
 
         def look() -> bool | None:
-            check_session(self._core.session, self.daemon)
+            self.check_session()
             return True if self._core.session.rules is not None else None
 
         if self.wait_for(look, timeout) is None:
@@ -214,7 +222,7 @@ class RankAgent:
         """
 
         def look() -> Pair | None:
-            check_session(self._core.session, self.daemon)
+            self.check_session()
             pair = self._core.pair_with(world)
             if pair is None:
                 return None
@@ -229,6 +237,14 @@ class RankAgent:
             with self._lock:
                 raise not_ready(self._core, self.daemon, world, timeout)
         return found
+
+    def check_session(self) -> None:
+        """Raise if the daemon has refused this rank for good.
+
+        Raises:
+            RegistrationRejectedError, WireVersionError: it has.
+        """
+        check_session(self._core.session, self.daemon)
 
     def wait_for(self, look: Callable[[], Found | None], timeout: float | None) -> Found | None:
         """Return the first value that ``look`` finds under the lock, or None when time is up.
@@ -290,7 +306,8 @@ class RankAgent:
         """Ask for a request's data into these pages; returns at once.
 
         Every rank of the destination DP group opens the request, each with its own pages; the
-        daemon gives all of them the same transfer.
+        daemon gives all of them the same transfer. Opening it again gives the same handle, and
+        renews the grant, until it is denied or has its outcome.
 
         Args:
             request: the request id, the same as the source stages.
@@ -305,19 +322,27 @@ class RankAgent:
             PagesError: pages that do not exist, stand twice, or still belong to a transfer.
         """
         listed = self._listed(pages)
-        transfer = Transfer(self, request)
         refused: list[Finding] = []
-
-        def resolve(number: int, denied: Finding | None, ended: OutcomeItem | None) -> None:
-            if denied is not None and not transfer.id:
-                refused.append(denied)
-            self._resolve(transfer, number, denied, ended)
 
         with self._lock:
             self._check()
             pair = self._core.pair_with(source)
             if pair is None or pair.sending or pair.state is not LinkState.READY:
                 raise not_ready(self._core, self.daemon, source, 0)
+            key = (pair.epochs, request, attempt)
+            transfer = self._opened.get(key)
+            if transfer is None:
+                transfer = Transfer(self, key, listed)
+            elif transfer.pages != listed:
+                sides = (
+                    Side("opened", str(transfer.pages)[:200]),
+                    Side("now", str(listed)[:200]),
+                )
+                found = finding(Code.CONFLICTING_OPEN, f"request {request}", *sides)
+                raise PagesError(f"request {request} cannot be opened", [found])
+            elif not transfer.id or key not in self._core.destination.table.landings:
+                return transfer  # not answered yet, or nothing is left to come but the outcome
+            resolve = partial(self._resolve, transfer, refused)
             item = OpenItem(
                 request=request,
                 attempt=attempt,
@@ -331,6 +356,7 @@ class RankAgent:
             self._core.destination.open(item, pair, listed, resolve)
             if refused:
                 raise PagesError(f"request {request} cannot be opened", refused)
+            self._opened[key] = transfer
         self._thread.wake()
         return transfer
 
@@ -342,9 +368,7 @@ class RankAgent:
         """
         with self._lock:
             self._check()
-            events = list(self._events)
-            self._events.clear()
-            return events
+            return self._events.take()
 
     def abort(self, request: str, why: str) -> None:
         """Abort a request on both sides; its outcome and its release still come, once each."""
@@ -361,8 +385,8 @@ class RankAgent:
         with self._changed:
             self._core.session.leave("closed by the engine")
             self._changed.notify_all()
-        self._thread.stop(_LEAVE_SECONDS)
-        self._context.destroy(0)
+        if self._thread.stop(_LEAVE_SECONDS):
+            self._context.destroy(0)  # else the thread, a daemon, still uses its sockets
         self._bound.remove()
 
     def __enter__(self) -> Self:
@@ -421,7 +445,7 @@ class RankAgent:
         """Take what a turn has brought, and wake who waits."""
         events, self._core.events = self._core.events, []
         for event in events:
-            self._events.append(event)
+            self._events.add(event)
             if isinstance(event, Arrived | Outcome):
                 self._note(event)
         self._changed.notify_all()
@@ -438,18 +462,34 @@ class RankAgent:
         transfer.outcome = event
         if transfer.arrived:
             self._seconds["outcome"] += now - transfer.arrived
-        del self._transfers[event.transfer]
+        self._over(transfer)
+
+    def _over(self, transfer: Transfer) -> None:
+        self._transfers.pop(transfer.id, None)
+        if self._opened.get(transfer.key) is transfer:
+            del self._opened[transfer.key]
 
     def _resolve(
-        self, transfer: Transfer, number: int, denied: Finding | None, ended: OutcomeItem | None
+        self,
+        transfer: Transfer,
+        refused: list[Finding],
+        number: int,
+        denied: Finding | None,
+        ended: OutcomeItem | None,
     ) -> None:
+        """Take the answer to an open; to a repeat of one that was granted, it changes nothing."""
+        if transfer.id or transfer.outcome is not None or transfer.denied is not None:
+            return
         if ended is not None:
             request, outcome = transfer.request, ended.outcome
             transfer.outcome = Outcome(request, ended.transfer, outcome, ended.finding)
-            self._events.append(transfer.outcome)
+            self._events.add(transfer.outcome)
+            self._over(transfer)
         elif denied is not None:
+            refused.append(denied)
             transfer.denied = denied
-            self._events.append(Outcome(transfer.request, 0, "denied", denied))
+            self._events.add(Outcome(transfer.request, 0, "denied", denied))
+            self._over(transfer)
         else:
             transfer.id = number
             transfer.granted = time.monotonic()

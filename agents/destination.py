@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from rankgate.agents.landing import Ended, Landing, LandingTable
+from rankgate.agents.landing import Ended, Landing, LandingState, LandingTable
+from rankgate.agents.ledger import REFUSED
 from rankgate.agents.linking import LINK_MS, Epochs, LinkState, PairLinks, PeerLink, check_metadata
 from rankgate.agents.outstanding import Outstanding
+from rankgate.agents.session import SessionState
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Finding, Side, finding
 from rankgate.proto.grants import read_grant
@@ -31,9 +33,11 @@ from rankgate.proto.messages import (
     PeerWelcome,
     Present,
     Presented,
+    Refusal,
     Rejected,
     SourceFailed,
 )
+from rankgate.proto.messages import Ended as EndedMessage
 
 if TYPE_CHECKING:
     from rankgate.agents.rank import RankCore
@@ -42,6 +46,7 @@ LinkKey = tuple[Epochs, int]
 Resolve = Callable[[int, Finding | None, OutcomeItem | None], None]
 """Called once an open is answered: (transfer or 0, denial, outcome it already has)."""
 
+_ANSWER_MS = 60_000
 _AGAIN_MS = 200
 _LINK_AGAIN_MS = 500
 
@@ -67,6 +72,8 @@ class DestinationSide:
         self._told: dict[LinkKey, int] = {}
         self._opening: list[tuple[OpenItem, Landing, Resolve]] = []
         self._ending: list[EndItem] = []
+        self._aborts: dict[Landing, str] = {}
+        """Asked for and aborted before the answer: why."""
 
     # --- linking --------------------------------------------------------------------------
 
@@ -108,7 +115,7 @@ class DestinationSide:
             elif isinstance(answer, Rejected) and answer.retryable:
                 # The source may be behind, or another process may have its address for now.
                 pair.findings = answer.findings
-                if self._core.pairs.get(pair.epochs) is pair:
+                if self._core.pairs.get(pair.epochs) is pair and not pair.broken:
                     self._hello(pair, link, key, at + _LINK_AGAIN_MS)
             elif isinstance(answer, Rejected):
                 self._core.link_failed(pair, answer.findings, at)
@@ -125,17 +132,32 @@ class DestinationSide:
         self._outstanding.drop(key)
         pair = self._core.pairs.get(epochs)
         link = pair.links.get(rank) if pair else None
-        if pair is not None and link is not None and pair.state is not LinkState.REJECTED:
-            link.up = False
+        if pair is None or link is None or pair.state is LinkState.REJECTED:
+            return
+        link.up = False
+        if not pair.broken:
             pair.until = max(pair.until, now + LINK_MS)
             self._hello(pair, link, key, now)
+
+    def broken(self, pair: PairLinks) -> None:
+        """Greet nobody of a broken pair any more; what is open over its links goes on."""
+        for rank, link in pair.links.items():
+            if not pair.sending and not link.up:
+                self._outstanding.drop((pair.epochs, rank))
+
+    def void(self) -> None:
+        """Another daemon or clock: all landings have ended, and nobody is to be told of them."""
+        self.table.void()
+        for queue in (self.table.ended, self.table.drains, self._ending):
+            queue.clear()
 
     def drop(self, pair: PairLinks, why: str) -> None:
         """Hang up on the sources of a pair."""
         if pair.sending:
             return
-        for rank in pair.links:
+        for rank, link in pair.links.items():
             key = (pair.epochs, rank)
+            link.up = False
             self.table.source_lost(pair.epochs, rank, why)
             self._outstanding.drop(key)
             self.hangups.append(key)
@@ -171,6 +193,9 @@ class DestinationSide:
 
     def _send_open(self, batch: list[tuple[OpenItem, Landing, Resolve]], now: int) -> None:
         items = [item for item, _, _ in batch]
+        # What no grant can outlive, the longest of the batch, is as long as an answer is worth.
+        rules = self._core.session.rules
+        ttl = max(item.ttl or (rules.grant_ttl if rules else _ANSWER_MS) for item in items)
 
         def build(session: int) -> Open:
             return Open(session=session, items=items)
@@ -182,20 +207,53 @@ class DestinationSide:
                 if index < len(results):
                     self._opened(landing, results[index], resolve, at)
                 else:
-                    self.table.denied(landing)
-                    resolve(0, refused[0] if refused else _unanswered(landing), None)
+                    found = refused[0] if refused else _unanswered(landing, answer)
+                    self._deny(landing, resolve, found)
 
-        self._core.session.request(build, answered, now)
+        def unanswered(_now: int) -> None:
+            word = f"did not answer within {ttl} ms"
+            if self._core.session.state is SessionState.REFUSED:
+                word = "has refused this rank"
+            for _, landing, resolve in batch:
+                side = Side("the daemon", word)
+                found = finding(Code.PAIR_NOT_READY, f"request {landing.request}", side)
+                self._deny(landing, resolve, found)
+
+        self._core.session.request(build, answered, now, now + ttl, unanswered)
+
+    def _deny(self, landing: Landing, resolve: Resolve, why: Finding) -> None:
+        self._aborts.pop(landing, None)
+        self.table.denied(landing)
+        resolve(0, why, None)
+
+    def abort_asked(self, request: str, reason: str) -> None:
+        """Abort opens without an answer: not sent, denied here; sent, aborted when granted."""
+        for entry in [one for one in self._opening if one[1].request == request]:
+            _, landing, resolve = entry
+            if landing.state is LandingState.ASKED:
+                self._opening.remove(entry)
+                side = Side("the engine", reason or "aborted")
+                found = finding(Code.ABORTED, f"request {request}", side)
+                self._deny(landing, resolve, found)
+        for landing in self.table.landings.values():
+            if landing.request == request and landing.state is LandingState.ASKED:
+                self._aborts[landing] = reason
 
     def _opened(self, landing: Landing, result: OpenResult, resolve: Resolve, now: int) -> None:
+        reason = self._aborts.pop(landing, None)
         if not result.grant:
             self.table.denied(landing)
+            if result.ended is not None:  # a repeat: the landing's own outcome, if not yet told
+                self.table.outcome(result.ended)
             resolve(0, result.finding, result.ended)
             return
         grant = read_grant(result.grant)
         until = grant.issued + grant.ttl
         ranks = self.table.granted(landing, grant, result.grant, until)
         resolve(grant.transfer, None, None)
+        if reason is not None:  # no source is to begin; they are drained like any other
+            self._core.abort(landing.request, reason, now)
+            return
         linked = landing.epochs in self._core.pairs
         for rank in ranks:
             if linked:
@@ -213,10 +271,10 @@ class DestinationSide:
 
         def answered(answer: Struct, at: int) -> None:
             if isinstance(answer, Presented):
-                if answer.status == "refused" and answer.finding is not None:
+                if answer.status == REFUSED and answer.finding is not None:
                     self.table.source_failed(landing.epochs, rank, landing.transfer, answer.finding)
-            elif isinstance(answer, Rejected) and landing.state == "open":
-                if all(found.slug == "no_session" for found in answer.findings):
+            elif isinstance(answer, Rejected) and landing.state is LandingState.OPEN:
+                if all(found.slug == Code.NO_SESSION.slug for found in answer.findings):
                     self._present(landing, rank, at + _AGAIN_MS)
                 else:
                     self.table.source_failed(
@@ -245,7 +303,7 @@ class DestinationSide:
     def chunk_taken(self, key: LinkKey, chunk: Chunk, nbytes: int, *, applied: bool) -> None:
         """Note a chunk that was read from its link, and give credit for more."""
         if applied or (nbytes == 0 and chunk.pages == 0):
-            self.table.took(key[1], chunk, nbytes)
+            self.table.took(*key, chunk)
         if key not in self._taken:
             return
         self._taken[key] += 1
@@ -276,7 +334,7 @@ class DestinationSide:
     def _ask_drain(self, landing: Landing, rank: int, now: int) -> None:
         def answered(answer: Struct, _now: int) -> None:
             if isinstance(answer, Drained):
-                self.table.drained(rank, answer.transfer)
+                self.table.drained(landing.epochs, rank, answer.transfer)
 
         message = Drain(grant=landing.sealed)
         key, until = (landing.epochs, rank), self._until(landing, now)
@@ -303,7 +361,22 @@ class DestinationSide:
         def build(session: int) -> End:
             return End(session=session, items=items)
 
-        self._core.session.request(build, lambda _answer, _now: None, now)
+        def answered(answer: Struct, _now: int) -> None:
+            for result in answer.items if isinstance(answer, EndedMessage) else []:
+                landing = self.table.by_transfer.get(result.transfer)
+                if result.late and landing is not None:  # its push may have been another session's
+                    self.table.outcome(
+                        OutcomeItem(
+                            request=landing.request,
+                            transfer=result.transfer,
+                            outcome=result.late,
+                            source_epoch=landing.epochs[0],
+                            destination_epoch=landing.epochs[1],
+                            finding=landing.finding,
+                        )
+                    )
+
+        self._core.session.request(build, answered, now)
 
     # --- time -----------------------------------------------------------------------------
 
@@ -319,6 +392,9 @@ class DestinationSide:
         return min((time for time in times if time is not None), default=None)
 
 
-def _unanswered(landing: Landing) -> Finding:
-    side = Side("the daemon", "another answer than to an open")
-    return finding(Code.PAIR_NOT_READY, f"request {landing.request}", side)
+def _unanswered(landing: Landing, answer: Struct) -> Finding:
+    code, word = Code.PAIR_NOT_READY, f"answered an open with {type(answer).__name__}"
+    if isinstance(answer, Refusal):
+        code = next((each for each in Code if each.id == answer.code), code)
+        word = answer.text
+    return finding(code, f"request {landing.request}", Side("the daemon", word))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
 from rankgate.agents.errors import OpenDeniedError
 from rankgate.agents.events import Outcome
-from rankgate.agents.linking import PairLinks
+from rankgate.agents.linking import Epochs, PairLinks
 from rankgate.agents.rank import Sealed
 from rankgate.proto.findings import Finding
 
@@ -22,6 +22,10 @@ class Waiter(Protocol):
 
     def wait_for(self, look: Callable[[], Found | None], timeout: float | None) -> Found | None:
         """Return the first value that ``look`` finds, or None when time is up."""
+        ...
+
+    def check_session(self) -> None:
+        """Raise if the daemon has refused this rank for good."""
         ...
 
 
@@ -57,13 +61,23 @@ class Stats(Struct, frozen=True, kw_only=True):
     arrived), ``outcome`` (arrived to outcome)."""
 
 
-class Transfer:
-    """One opened request on a destination rank."""
+OpenKey = tuple[Epochs, str, int]
+"""(pair epochs, request, attempt): what an open is known by, here and at the daemon."""
 
-    def __init__(self, waiter: Waiter, request: str) -> None:
+
+class Transfer:
+    """One opened request on a destination rank.
+
+    Invariant: one handle a (pair, request, attempt) until it is denied or has its outcome, however
+    often it is opened.
+    """
+
+    def __init__(self, waiter: Waiter, key: OpenKey, pages: Mapping[str, Sequence[int]]) -> None:
         """Made by ``RankAgent.open``."""
         self._waiter = waiter
-        self.request = request
+        self.key = key
+        self.pages = pages
+        self.request = key[1]
         self.id = 0
         self.outcome: Outcome | None = None
         self.denied: Finding | None = None
@@ -80,10 +94,13 @@ class Transfer:
         Raises:
             OpenDeniedError: the daemon did not grant it.
             TimeoutError: no outcome in time.
+            WireVersionError, RegistrationRejectedError: the daemon refuses this rank for good.
             AgentError: the agent has failed or is closed.
         """
 
         def look() -> Outcome | None:
+            if self.outcome is None:
+                self._waiter.check_session()
             if self.denied is not None:
                 raise OpenDeniedError(f"request {self.request} is denied", [self.denied])
             return self.outcome

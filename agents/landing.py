@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
+from rankgate.agents.chunks import CHUNK_BYTES, ChunkSpec, cut
 from rankgate.agents.events import AgentEvent, Arrived
 from rankgate.agents.events import Outcome as OutcomeEvent
 from rankgate.agents.linking import Epochs, PairLinks, PeerLink
@@ -42,21 +43,33 @@ LANDING_TABLE: Mapping[LandingState, frozenset[LandingState]] = {
 class Share:
     """What one source owes of a transfer.
 
-    Invariant: a sequence number counts once; the share is complete when all ``total`` chunks came
-    and their bytes are what the plan gives.
+    Invariant: a sequence number counts once; only the chunks of the cut that this end computes
+    itself count, so a share is complete when all of them came.
     """
 
-    __slots__ = ("done", "drained", "expected", "got", "link", "nbytes", "total")
+    __slots__ = ("done", "drained", "got", "link", "specs")
 
-    def __init__(self, link: PeerLink, counts: Mapping[str, int]) -> None:
+    def __init__(self, link: PeerLink, counts: Mapping[str, int], chunk_bytes: int) -> None:
         """Begin with nothing; ``counts`` are the request's pages by group."""
         self.link = link
-        self.expected = sum(part.page_bytes * counts.get(part.group, 0) for part in link.slices)
+        self.specs = list(cut(link.slices, counts, chunk_bytes))
         self.got: set[int] = set()
-        self.total = 0
-        self.nbytes = 0
         self.done = False
         self.drained = False
+
+    @property
+    def total(self) -> int:
+        """How many chunks it has; a share without data is one chunk without frames."""
+        return max(1, len(self.specs))
+
+    def expected(self, sequence: int) -> ChunkSpec | None:
+        """Return what a chunk must be, or None if there is none of this number."""
+        if sequence < len(self.specs):
+            return self.specs[sequence]
+        return None if sequence or self.specs else _EMPTY
+
+
+_EMPTY = ChunkSpec(0, 0, 0, 0, 0)
 
 
 class Landing:
@@ -133,6 +146,8 @@ class LandingTable:
 
     def __init__(self, pools: Mapping[str, int]) -> None:
         """Start empty; ``pools`` gives the pages of each group's pool."""
+        self.chunk_bytes = CHUNK_BYTES
+        """What a chunk aims at, the same on both ends."""
         self._pools = pools
         self._owner: dict[tuple[str, int], Landing] = {}
         self.landings: dict[tuple[Epochs, str, int], Landing] = {}
@@ -187,9 +202,14 @@ class LandingTable:
             self._free(landing)
 
     def granted(self, landing: Landing, grant: Grant, sealed: bytes, until: int) -> list[int]:
-        """Take a grant; return the source ranks to present it to. A renewal returns none."""
+        """Take a grant, or a renewed one; return the source ranks to present it to."""
+        if landing.state is not LandingState.ASKED and until <= landing.until:
+            return []  # the grant again, or an older one
         landing.until = max(landing.until, until)
         landing.sealed = sealed
+        if landing.state is LandingState.OPEN:
+            shares = landing.shares.items()
+            return [rank for rank, share in shares if not (share.done or share.drained)]
         if landing.state is not LandingState.ASKED:
             return []
         landing.grant = grant
@@ -197,7 +217,11 @@ class LandingTable:
         self.by_transfer[grant.transfer] = landing
         counts = {name: len(listed) for name, listed in landing.pages.items()}
         group = landing.pair.in_group(grant.source_dp)
-        landing.shares = {rank: Share(link, counts) for rank, link in group.items() if link.is_data}
+        landing.shares = {
+            rank: Share(link, counts, self.chunk_bytes)
+            for rank, link in group.items()
+            if link.is_data
+        }
         if not landing.shares:
             self._arrive(landing)  # nothing is owed to this rank
         return list(landing.shares)
@@ -210,38 +234,41 @@ class LandingTable:
         """Judge a chunk before its bytes are read; None means: drop them.
 
         Returns:
-            The slice it belongs to and the request's pages. A chunk that lies outside the plan
-            fails the transfer.
+            The slice it belongs to and the request's pages. A chunk that is not the one of its
+            number in the cut fails the transfer; one without data has nothing to be placed.
         """
-        landing = self.by_transfer.get(chunk.transfer)
-        if landing is None or landing.state is not LandingState.OPEN or landing.epochs != epochs:
+        landing, share = self._expecting(epochs, rank, chunk)
+        if landing is None or share is None:
             return None
-        share = landing.shares.get(rank)
-        if share is None or share.done or chunk.sequence in share.got:
-            return None
-        parts = share.link.slices
-        part = parts[chunk.slice] if chunk.slice < len(parts) else None
-        pages = landing.pages.get(part.group, ()) if part else ()
-        if (
-            part is not None
-            and chunk.layer + chunk.layers <= part.layers
-            and chunk.first + chunk.pages <= len(pages)
-        ):
-            return part, pages
-        self.fail(
-            landing,
-            finding(
-                Code.TRANSPORT_FAILED,
-                "chunk",
-                Side(f"{landing.pair.other} rank {rank}", str(chunk)[:300]),
-                Side("the plan", f"{len(parts)} slices, {len(pages)} pages"),
-            ),
+        sent = ChunkSpec(chunk.slice, chunk.layer, chunk.layers, chunk.first, chunk.pages)
+        planned = share.expected(chunk.sequence)
+        if sent == planned and chunk.total == share.total:
+            if not share.specs:
+                return None
+            part = share.link.slices[sent.slice]
+            return part, landing.pages[part.group]
+        sides = (
+            Side(f"{landing.pair.other} rank {rank}", f"{_words(sent)} of {chunk.total}"),
+            Side("the plan", f"{_words(planned)} of {share.total}"),
         )
+        self.fail(landing, finding(Code.TRANSPORT_FAILED, f"chunk {chunk.sequence}", *sides))
         return None
 
-    def wrong_size(self, rank: int, chunk: Chunk, got: int, expected: int) -> None:
-        """A data frame has another length than its chunk gives: the transfer fails."""
+    def _expecting(
+        self, epochs: Epochs, rank: int, chunk: Chunk
+    ) -> tuple[Landing | None, Share | None]:
+        """Return the open landing and the share that still lack a chunk of this number."""
         landing = self.by_transfer.get(chunk.transfer)
+        if landing is None or landing.state is not LandingState.OPEN or landing.epochs != epochs:
+            return None, None
+        share = landing.shares.get(rank)
+        if share is None or share.done or chunk.sequence in share.got:
+            return None, None
+        return landing, share
+
+    def wrong_size(self, epochs: Epochs, rank: int, chunk: Chunk, got: int, expected: int) -> None:
+        """A data frame has another length than its chunk gives: the transfer fails."""
+        landing, _ = self._expecting(epochs, rank, chunk)
         if landing is not None:
             sides = (
                 Side(f"{landing.pair.other} rank {rank}", f"{got} bytes"),
@@ -249,25 +276,13 @@ class LandingTable:
             )
             self.fail(landing, finding(Code.TRANSPORT_FAILED, f"chunk {chunk.sequence}", *sides))
 
-    def took(self, rank: int, chunk: Chunk, nbytes: int) -> None:
-        """Note a chunk whose bytes are applied (or that has none)."""
-        landing = self.by_transfer.get(chunk.transfer)
-        share = landing.shares.get(rank) if landing else None
-        if landing is None or share is None or landing.state is not LandingState.OPEN:
-            return
-        if chunk.sequence in share.got:
+    def took(self, epochs: Epochs, rank: int, chunk: Chunk) -> None:
+        """Note a chunk that was placed and whose bytes are applied (or that has none)."""
+        landing, share = self._expecting(epochs, rank, chunk)
+        if landing is None or share is None:
             return
         share.got.add(chunk.sequence)
-        share.total = chunk.total
-        share.nbytes += nbytes
         if len(share.got) < share.total:
-            return
-        if share.nbytes != share.expected:
-            sides = (
-                Side(f"{landing.pair.other} rank {rank}", f"{share.nbytes} bytes in all"),
-                Side("the plan", f"{share.expected} bytes"),
-            )
-            self.fail(landing, finding(Code.TRANSPORT_FAILED, "share", *sides))
             return
         share.done = True
         if all(each.done for each in landing.shares.values()):
@@ -298,10 +313,10 @@ class LandingTable:
                 self.fail(landing, finding(Code.SOURCE_LOST, f"request {landing.request}", side))
             self._settle(landing)
 
-    def drained(self, rank: int, transfer: int) -> None:
+    def drained(self, epochs: Epochs, rank: int, transfer: int) -> None:
         """A source says that nothing of the transfer is under way."""
         landing = self.by_transfer.get(transfer)
-        if landing is not None and rank in landing.shares:
+        if landing is not None and landing.epochs == epochs and rank in landing.shares:
             landing.shares[rank].drained = True
             self._settle(landing)
 
@@ -341,6 +356,38 @@ class LandingTable:
         for landing in self.by_transfer.values():
             landing.deaf = True
 
+    def holds(self, epochs: Epochs) -> bool:
+        """Whether a request of this pair still has its pages."""
+        return any(landing.epochs == epochs for landing in self.landings.values())
+
+    def void(self) -> None:
+        """Another daemon or clock: end what was granted before, which nobody will tell of.
+
+        The caller has hung up on the sources, so nothing can follow; ``until`` counts on a clock
+        that is gone and must not be compared with another.
+        """
+        for landing in list(self.by_transfer.values()):
+            why = landing.finding or finding(
+                Code.EXPIRED,
+                f"request {landing.request}",
+                Side("granted by", "another instance or clock of the daemon"),
+            )
+            self._end_unheard(landing, why)
+
+    def _end_unheard(self, landing: Landing, why: Finding) -> None:
+        """End a landing for good: the engine hears its outcome, if it has not, from here."""
+        if not landing.outcome:
+            landing.outcome = "expired"
+            self.events.append(OutcomeEvent(landing.request, landing.transfer, "expired", why))
+        self._give_back(landing, why)
+        self.by_transfer.pop(landing.transfer, None)
+
+    def _give_back(self, landing: Landing, why: Finding) -> None:
+        self.fail(landing, why)
+        for share in landing.shares.values():
+            share.drained = True
+        self._settle(landing)
+
     def _drain(self, landing: Landing) -> None:
         for rank, share in landing.shares.items():
             if not share.done and not share.drained:
@@ -372,17 +419,11 @@ class LandingTable:
         for landing in list(self.by_transfer.values()):
             if landing.grant is None or lower <= landing.until:
                 continue
-            if landing.deaf and not landing.outcome:
-                landing.outcome = "expired"
-                why = landing.finding or _expired(landing)
-                self.events.append(OutcomeEvent(landing.request, landing.transfer, "expired", why))
-            if landing.state is LandingState.OPEN:
-                self.fail(landing, _expired(landing))
-            for share in landing.shares.values():
-                share.drained = True
-            self._settle(landing)
-            if landing.outcome:
-                self.by_transfer.pop(landing.transfer, None)
+            why = landing.finding or _expired(landing)
+            if landing.deaf or landing.outcome:
+                self._end_unheard(landing, why)
+            else:
+                self._give_back(landing, why)
 
     def next_deadline(self) -> int | None:
         """Return the earliest tick (ms) at which a grant has certainly ended."""
@@ -398,6 +439,13 @@ def _expired(landing: Landing) -> Finding:
     side = Side("arrived", f"{sum(share.done for share in landing.shares.values())} shares")
     total = Side("sources", str(len(landing.shares)))
     return finding(Code.EXPIRED, f"request {landing.request}", side, total)
+
+
+def _words(spec: ChunkSpec | None) -> str:
+    if spec is None:
+        return "no such chunk"
+    layers, pages = f"{spec.layer}+{spec.layers}", f"{spec.first}+{spec.pages}"
+    return f"slice {spec.slice}, layers {layers}, pages {pages}"
 
 
 def check_pages(pages: Sequence[int], pool: int) -> str:

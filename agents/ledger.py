@@ -7,8 +7,9 @@ memory is released when both are empty, exactly once (cases B01, B02, B09, B15).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from typing import TypeVar
 
 from rankgate.agents.events import AgentEvent, Released, Wanted
 from rankgate.agents.linking import Epochs, PairLinks, PeerLink
@@ -19,7 +20,12 @@ from rankgate.proto.grants import Grant, GrantError, open_grant
 MAX_STAGED = 4096
 MAX_PARKED = 1024
 MAX_EARLY = 4096
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
 DELIVERED = "delivered"
+ACCEPTED, PARKED, ENDED, REFUSED = "accepted", "parked", "ended", "refused"
+"""What a presentation is answered with."""
 _LOOK_MS = 50
 """How often, at most, all deadlines are looked at: requests end that much later at worst."""
 
@@ -263,33 +269,33 @@ class Ledger:
         """
         grant = self.check(pair, rank, sealed, data=True)
         if isinstance(grant, Finding):
-            return "refused", 0, grant
+            return REFUSED, 0, grant
         who = f"{pair.other} rank {rank}"
         left = grant.issued + grant.ttl - upper
         if left <= 0:
             side = Side(who, f"a grant that ended {-left} ms ago or earlier")
-            return "refused", grant.transfer, finding(Code.GRANT_EXPIRED, "grant", side)
+            return REFUSED, grant.transfer, finding(Code.GRANT_EXPIRED, "grant", side)
         if self._done.get(grant.transfer, (0, ""))[1] == DELIVERED:
-            return "ended", grant.transfer, None  # a late repeat; everyone has ended
+            return ENDED, grant.transfer, None  # a late repeat; everyone has ended
         if (grant.transfer, rank) in self._drained:
-            return "ended", grant.transfer, None  # a late repeat; it wants nothing any more
+            return ENDED, grant.transfer, None  # a late repeat; it wants nothing any more
         if grant.transfer in self._aborting:
-            return "refused", grant.transfer, self._aborting[grant.transfer][1]
+            return REFUSED, grant.transfer, self._aborting[grant.transfer][1]
         if grant.transfer in self._done:
             side = Side(f"transfer {grant.transfer}", f"already {self._done[grant.transfer][1]}")
-            return "refused", grant.transfer, finding(Code.TRANSFER_UNKNOWN, "transfer", side)
+            return REFUSED, grant.transfer, finding(Code.TRANSFER_UNKNOWN, "transfer", side)
         shown = Presentation(pair, pair.links[rank], grant, counts, now + left)
         staged = self.staged.get(grant.request)
         if staged is None or 0 < staged.transfer < grant.transfer:
             return self._park(shown)  # a later attempt waits for the end of the one before
         refused = self._accept(shown, staged)
-        return "refused" if refused else "accepted", grant.transfer, refused
+        return REFUSED if refused else ACCEPTED, grant.transfer, refused
 
     def _park(self, shown: Presentation) -> tuple[str, int, Finding | None]:
         key = (shown.grant.transfer, shown.rank)
         if key not in self._parked and len(self._parked) >= MAX_PARKED:
             side = Side("this rank", f"{len(self._parked)} presentations wait for staging")
-            return "refused", shown.grant.transfer, finding(Code.STAGING_FULL, "parked", side)
+            return REFUSED, shown.grant.transfer, finding(Code.STAGING_FULL, "parked", side)
         request = shown.grant.request
         if request not in self.staged and not self._is_wanted(request):
             self.events.append(Wanted(request))
@@ -297,7 +303,7 @@ class Ledger:
             shown.until = max(shown.until, self._parked[key].until)
         self._parked[key] = shown
         self._note_due(shown.until)
-        return "parked", shown.grant.transfer, None
+        return PARKED, shown.grant.transfer, None
 
     def _is_wanted(self, request: str) -> bool:
         return any(parked.grant.request == request for parked in self._parked.values())
@@ -372,7 +378,8 @@ class Ledger:
         # All accounted for with one failure is a failure, never a delivery (case B11).
         staged.failed |= outcome != DELIVERED
         if len(staged.ended) >= staged.receive_count:
-            self._close(staged, "failed" if staged.failed else DELIVERED)
+            wrong = "aborted" if staged.transfer in self._aborting else "failed"
+            self._close(staged, wrong if staged.failed else DELIVERED)
 
     def pair_broken(self, epochs: Epochs) -> None:
         """Forget what a broken pair's destinations had shown; the daemon names outcomes."""
@@ -482,8 +489,7 @@ class Ledger:
     def tick(self, now: int) -> None:
         """End what is too old: parked presentations, and staged requests nobody came for."""
         self._now = max(self._now, now)
-        for old in (self._drained, self._aborting, self._done, self._early, self._delivered):
-            _forget(old, now)
+        self._forget(now - _REMEMBER_MS)
         if self._due is None or now < self._due:
             return
         for key, shown in list(self._parked.items()):
@@ -499,6 +505,13 @@ class Ledger:
         times += [s.until for s in self.staged.values() if s.state is not StagedState.CLOSED]
         self._due = max(min(times), now + _LOOK_MS) if times else None
 
+    def _forget(self, before: int) -> None:
+        _drop_old(self._done, lambda done: done[0] < before)
+        _drop_old(self._early, lambda early: early.at < before)
+        _drop_old(self._delivered, lambda delivered: delivered[2] < before)
+        _drop_old(self._drained, lambda at: at < before)
+        _drop_old(self._aborting, lambda aborting: aborting[0] < before)
+
     def _note_due(self, until: int) -> None:
         self._due = until if self._due is None else min(self._due, until)
 
@@ -511,5 +524,7 @@ _REMEMBER_MS = 600_000
 """How long an ended transfer's late presentations are recognised: the longest life of a grant."""
 
 
-def _forget(known: dict[Any, Any], now: int) -> None:
-    """Drop the oldest of what was noted in order of time, the time being a value's own."""
+def _drop_old(known: dict[Key, Value], old: Callable[[Value], bool]) -> None:
+    """Forget what is old of entries in order of time."""
+    while known and old(next(iter(known.values()))):
+        del known[next(iter(known))]

@@ -51,7 +51,8 @@ class LinkThread:
     """Runs a rank: reads sockets in bursts, steps the pure core, sends what it wants sent.
 
     Invariant: sockets are used by this thread alone; the core is touched only under ``lock``,
-    which is never held while bytes are copied or a socket is waited for.
+    which is never held while bytes are copied or a socket is waited for. ``_wake`` is written to
+    only while it is open: whoever stops the thread closes it, once the thread has ended.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class LinkThread:
         self._router = router
         self._on_turn = on_turn
         self._dialed: dict[LinkKey, Dialed] = {}
+        self._by_socket: dict[zmq.Socket[bytes], Dialed] = {}
+        """Each connection by its socket and by its monitor."""
         self._backlogs: dict[bytes, deque[list[bytes]]] = {}
+        self._waking = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.sender = ChunkSender(router, memory, core.source, lock)
         self.receiver = ChunkReceiver(memory, core.destination, lock)
@@ -82,17 +86,30 @@ class LinkThread:
             self._poller.register(source, zmq.POLLIN)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="rankgate-agent", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            os.close(self._wake)
+            raise
 
     def wake(self) -> None:
-        """Make the thread look at the core now."""
-        os.eventfd_write(self._wake, 1)
+        """Make the thread look at the core now; nothing once it has been stopped."""
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
-    def stop(self, timeout: float) -> None:
-        """Send what is queued and end; sockets are closed by then."""
+    def stop(self, timeout: float) -> bool:
+        """Send what is queued and end; return whether the thread has, and closed its sockets."""
         self._stopping = True
         self.wake()
         self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False  # it still reads what would be closed here
+        with self._waking:
+            wake, self._wake = self._wake, -1
+            if wake >= 0:
+                os.close(wake)
+        return True
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -100,9 +117,8 @@ class LinkThread:
         try:
             wait = 0
             while not self._stopping:
-                self._poller.poll(wait)
-                wait = self._turn()
-            self._turn()
+                wait = self._turn(self._ready(wait))
+            self._turn(self._ready(0))
         except BaseException as error:  # noqa: BLE001 - the engine is told, on its own thread
             self.failure = error
             with self.lock:
@@ -112,18 +128,23 @@ class LinkThread:
                 dialed.close()
             self._daemon.close(_LEAVE_MS)
             self._router.close(0)
-            os.close(self._wake)
 
-    def _turn(self) -> int:
+    def _ready(self, wait: int) -> set[zmq.Socket[bytes] | int]:
+        """Wait up to ``wait`` ms; return what can be read: what was not read to its end, again."""
+        return {source for source, _ in self._poller.poll(wait)}
+
+    def _turn(self, ready: set[zmq.Socket[bytes] | int]) -> int:
         """Do everything that can be done now; return how long (ms) to wait for more."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        more = self._read_daemon()
-        more |= self._read_router()
-        for dialed in list(self._dialed.values()):
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        more = self._daemon in ready and self._read_daemon()
+        more |= self._router in ready and self._read_router()
+        known = self._by_socket
+        for dialed in dict.fromkeys(known[each] for each in ready if each in known):
             if self._read_dialed(dialed):
                 more = True  # what came before the end of a connection counts
-            else:
+            elif dialed.monitor in ready:
                 self._look_at(dialed)
         now = boottime_ms()
         with self.lock:
@@ -215,15 +236,17 @@ class LinkThread:
         hangups, destination.hangups = destination.hangups, []
         for key in hangups:
             if (dialed := self._dialed.pop(key, None)) is not None:
-                self._poller.unregister(dialed.socket)
-                self._poller.unregister(dialed.monitor)
+                for each in (dialed.socket, dialed.monitor):
+                    self._poller.unregister(each)
+                    del self._by_socket[each]
                 dialed.close()
         dials, destination.dials = destination.dials, []
         for key, address in dials:
             if key not in self._dialed:
                 dialed = self._dialed[key] = Dialed(self._context, key, address)
-                self._poller.register(dialed.socket, zmq.POLLIN)
-                self._poller.register(dialed.monitor, zmq.POLLIN)
+                for each in (dialed.socket, dialed.monitor):
+                    self._poller.register(each, zmq.POLLIN)
+                    self._by_socket[each] = dialed
 
     def _send(self) -> None:
         session = self.core.session

@@ -23,6 +23,11 @@ Epochs = tuple[int, int]
 LINK_MS = 10_000
 """How long the links of a pair may take before the rank reports that they failed."""
 
+LINGER_MS = 2000
+"""How long the links of a broken pair stand after its last request, for its last words."""
+
+DATA = "data"
+
 
 class LinkState(StrEnum):
     """Where one pair of epochs stands for this rank."""
@@ -49,7 +54,7 @@ class PeerLink:
     @property
     def is_data(self) -> bool:
         """Whether bytes move over it."""
-        return self.kind == "data"
+        return self.kind == DATA
 
 
 class PairLinks:
@@ -66,6 +71,8 @@ class PairLinks:
         self.sending = sending
         self.state = LinkState.LINKING if verdict.accepted else LinkState.REJECTED
         self.until = now + LINK_MS
+        self.broken = False
+        """Whether a side's seal is gone: these epochs never come back."""
         self.findings = list(verdict.findings)
         kinds = {contact.slot: contact for contact in verdict.contacts}
         self.links: dict[int, PeerLink] = {

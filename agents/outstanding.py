@@ -107,6 +107,13 @@ class Outstanding:
         """Forget everything."""
         self._by_id.clear()
 
+    def give_up(self, now: int) -> None:
+        """Give everything up, as if its time were up."""
+        requests, self._by_id = list(self._by_id.values()), {}
+        for request in requests:
+            if request.on_timeout is not None:
+                request.on_timeout(now)
+
     def hurry(self, now: int) -> None:
         """Make every request due now, as after a new connection."""
         for request in self._by_id.values():

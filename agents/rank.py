@@ -14,6 +14,7 @@ from msgspec import Struct
 from rankgate.agents.destination import DestinationSide
 from rankgate.agents.events import AgentEvent, Broken
 from rankgate.agents.linking import (
+    LINGER_MS,
     LINK_MS,
     Epochs,
     LinkState,
@@ -117,6 +118,8 @@ class RankCore:
         if void:
             for pair in list(self.pairs.values()):
                 self.drop(pair, "the daemon was replaced")
+            self.source.ledger.void()
+            self.destination.void()
 
     def _world_sealed(self, message: WorldSealed, _now: int) -> None:
         self.sealed = Sealed(message.epoch, message.size, message.receive_count)
@@ -145,6 +148,9 @@ class RankCore:
                 self.drop(known, "the pair was refused")
             self.pairs[pair.epochs] = pair
             return
+        if known is not None and known.state is LinkState.REJECTED:
+            self.drop(known, "linked anew")  # hung up on before: dialed and greeted again
+            known = None
         if known is not None and known.verdict.table_digest == verdict.table_digest:
             known.until, known.findings = pair.until, pair.findings
             known.state = LinkState.LINKING
@@ -165,7 +171,7 @@ class RankCore:
         if pair is not None and pair.state is not LinkState.REJECTED:
             pair.state = LinkState.READY
 
-    def _pair_broken(self, message: PairBroken, _now: int) -> None:
+    def _pair_broken(self, message: PairBroken, now: int) -> None:
         pair = self.pairs.get((message.source_epoch, message.destination_epoch))
         if pair is None:
             return
@@ -173,6 +179,9 @@ class RankCore:
             pair.state = LinkState.LINKED
         self._found(pair.other, message.findings)
         self.source.ledger.pair_broken(pair.epochs)
+        if message.source_lost or message.destination_lost:
+            pair.broken, pair.until = True, now + LINGER_MS
+            self.destination.broken(pair)
         if message.source_lost and not pair.sending:
             for rank in message.lost_ranks:
                 self.destination.table.source_lost(pair.epochs, rank, "gone")
@@ -186,22 +195,23 @@ class RankCore:
                 self.source.ledger.outcome(item.transfer, item.request, item.outcome, now, count)
             self.destination.table.outcome(item)
 
-    def _aborting(self, message: Aborting, _now: int) -> None:
+    def _aborting(self, message: Aborting, now: int) -> None:
         for item in message.items:
+            self.source.ledger.aborting(item.transfer, item.finding, now)
             self.destination.table.aborting(item.transfer, item.finding)
 
     # --- linking --------------------------------------------------------------------------
 
     def maybe_linked(self, pair: PairLinks, now: int) -> None:
         """Report that all links of a pair stand, once they do."""
-        if pair.state is not LinkState.LINKING or not pair.complete:
+        if pair.state is not LinkState.LINKING or pair.broken or not pair.complete:
             return
         pair.state = LinkState.LINKED
         self._say_linked(pair, [], now)
 
     def link_failed(self, pair: PairLinks, findings: list[Finding], now: int) -> None:
         """Report that a pair cannot be linked, and why."""
-        if pair.state is LinkState.REJECTED:
+        if pair.state is LinkState.REJECTED or pair.broken:
             return
         pair.state = LinkState.REJECTED
         pair.findings = [*pair.verdict.findings, *findings]
@@ -244,7 +254,7 @@ class RankCore:
         return self.source.ledger.stage(request, pages, nbytes, now + ttl, now)
 
     def abort(self, request: str, reason: str, now: int) -> None:
-        """Abort what is known of a request on this rank."""
+        """Abort what is known of a request on this rank, and what has only been asked for."""
         transfers = {
             landing.transfer
             for landing in self.destination.table.landings.values()
@@ -254,6 +264,7 @@ class RankCore:
         if staged is not None and staged.transfer:
             transfers.add(staged.transfer)
         self.source.ledger.withdraw(request, "aborted")
+        self.destination.abort_asked(request, reason)
         if transfers:
             items = [AbortItem(transfer=one, reason=reason) for one in sorted(transfers)]
 
@@ -283,12 +294,21 @@ class RankCore:
         self.source.tick(now)
         self.destination.tick(now)
         for pair in list(self.pairs.values()):
-            if pair.state is LinkState.LINKING and now >= pair.until:
+            if pair.broken:
+                self._let_go(pair, now)
+            elif pair.state is LinkState.LINKING and now >= pair.until:
                 # What may pass is shown and tried on; a refusal would outlive its cause.
                 pair.until = now + LINK_MS
                 pair.findings = [link_failure(pair)]
                 self.refused(0, "", pair.findings[0])
         self._report(now)
+
+    def _let_go(self, pair: PairLinks, now: int) -> None:
+        """Drop a broken pair once nothing is open over it; grants end, so that comes."""
+        if self.destination.table.holds(pair.epochs) or self.source.ledger.holds(pair.epochs):
+            pair.until = now + LINGER_MS
+        elif now >= pair.until:
+            self.drop(pair, "the pair is broken")
 
     def flush(self, now: int) -> None:
         """End a turn: send what was gathered as batches, acknowledge what was handled."""
@@ -305,7 +325,11 @@ class RankCore:
             self.session.next_deadline(),
             self.source.next_deadline(),
             self.destination.next_deadline(now),
-            *(pair.until for pair in self.pairs.values() if pair.state is LinkState.LINKING),
+            *(
+                pair.until
+                for pair in self.pairs.values()
+                if pair.broken or pair.state is LinkState.LINKING
+            ),
         ]
         return min((time for time in times if time is not None), default=now + _REPORT_MS)
 

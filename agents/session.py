@@ -63,7 +63,7 @@ class Ticks:
     """Bounds on the daemon's clock, from what its answers said.
 
     Invariant: the true tick lies between ``lower(now)`` and ``upper(now)`` as long as both clocks
-    run at one rate; only the last 16 answers count, so a drift is forgotten (protocol: time).
+    run at one rate; only the last 16 answers count, so a drift is forgotten.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,8 @@ class Session:
     """One rank's conversation with the daemon.
 
     Invariant: pushes reach ``on_push`` once each and in the daemon's order; every request is
-    repeated until answered, or its owner told that time is up; ``session`` is 0 unless live.
+    repeated until answered, or its owner told that time is up; ``session`` is 0 unless live. Once
+    refused for good, no request waits: those there were, and those still to come, are given up.
     """
 
     def __init__(self, identity: Identity, descriptor: Descriptor, now: int, seed: int) -> None:
@@ -126,13 +127,25 @@ class Session:
     # --- sending --------------------------------------------------------------------------
 
     def request(
-        self, build: Callable[[int], Struct], on_answer: Answer, now: int, until: int | None = None
+        self,
+        build: Callable[[int], Struct],
+        on_answer: Answer,
+        now: int,
+        until: int | None = None,
+        on_timeout: Callable[[int], None] | None = None,
     ) -> None:
         """Send what ``build(session id)`` makes, repeated until answered.
 
-        ``on_answer(message, now)`` gets the answer; none comes after ``until`` (ms).
+        ``on_answer(message, now)`` gets the answer, which may be a Refusal of this one message;
+        none comes after ``until`` (ms), or once this rank is refused: then ``on_timeout(now)``.
         """
-        self._outstanding.add(None, lambda: build(self.session), on_answer, now, until=until)
+        if self.state in {SessionState.LEFT, SessionState.REFUSED}:
+            if on_timeout is not None:
+                on_timeout(now)
+            return
+        self._outstanding.add(
+            None, lambda: build(self.session), on_answer, now, until=until, on_timeout=on_timeout
+        )
         self._repeat(now)
 
     def leave(self, reason: str) -> None:
@@ -175,7 +188,7 @@ class Session:
         if self.state in {SessionState.LEFT, SessionState.REFUSED}:
             return
         if isinstance(message, Refusal):
-            self._refused_outright(message, now)
+            self._refused_outright(message_id, message, now)
         elif isinstance(message, Probe):
             if self.session:
                 self.out.append((message_id, ProbeAck(session=self.session)))
@@ -191,16 +204,35 @@ class Session:
                 self.ticks.note(message.tick, request.sent, now)
             request.on_answer(message, now)
 
-    def _refused_outright(self, message: Refusal, now: int) -> None:
-        """Another wire version is final; a connection that was cut off is made anew."""
-        if message.code != Code.NO_SESSION.id:
+    def _refused_outright(self, message_id: int, message: Refusal, now: int) -> None:
+        """Another wire version is final, as is a refusal of the greeting itself.
+
+        A connection that was cut off is made anew; any other refusal concerns one message, and is
+        the answer to it.
+        """
+        if message.code == Code.NO_SESSION.id:
+            if not self.reconnect:
+                self.reconnect = True
+                self._resume = 0
+                self._outstanding.hurry(now)
+                self._say_hello(now, RETRY_FIRST)
+            return
+        request = self._outstanding.answered(message_id)
+        if message.code == Code.WIRE_VERSION.id or (request is not None and request.key == _OWN):
             self.refusal = message
-            self.state = SessionState.REFUSED
-        elif not self.reconnect:
-            self.reconnect = True
-            self._resume = 0
-            self._outstanding.hurry(now)
-            self._say_hello(now, RETRY_FIRST)
+            self._end(now)
+        if request is not None and request.key != _OWN:
+            self.answered_at = now
+            request.on_answer(message, now)
+
+    def _end(self, now: int) -> None:
+        """Nothing is said any more: no push comes, and who waits for an answer gets none."""
+        live, self.session = self.session, 0
+        self.state = SessionState.REFUSED
+        self._beat_at = None
+        if live:
+            self.on_fresh(False)  # grants hold as long as they live
+        self._outstanding.give_up(now)
 
     def _push(self, number: int, message: Struct, now: int) -> None:
         if self.session and number == self._seen + 1:
@@ -260,7 +292,7 @@ class Session:
         """A refusal that may pass is tried again, slower each time; any other is final."""
         self.findings = message.findings
         if not message.retryable:
-            self.state = SessionState.REFUSED
+            self._end(now)
             return
         self.session = self._resume = 0
         self._say_hello(now, int(RETRY_LONGEST * 0.75 * self._spread()))

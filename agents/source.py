@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 LinkKey = tuple[Epochs, int]
 
 _MAX_HELD = 4096
-_PROBE_MS = 1000
+_UNREGISTERED_PROBE_MS = 1000
+"""How long a hello is held before the daemon has said its rules."""
 
 
 class Window:
@@ -73,9 +74,8 @@ class SourceSide:
         self.routes: dict[bytes, LinkKey] = {}
         self.links: dict[LinkKey, bytes] = {}
         self.windows: dict[LinkKey, Window] = {}
-        self.stopped: set[tuple[int, int]] = set()
-        """(transfer, rank) for which nothing more is sent."""
-        self._held: list[tuple[int, bytes, int, PeerHello]] = []
+        self._held: dict[tuple[bytes, int], tuple[int, PeerHello]] = {}
+        """(route, message id) -> (until when, hello): a repeat is held once."""
 
     def receive(self, route: bytes, message_id: int, message: Struct, now: int) -> None:
         """Take one message of a destination."""
@@ -99,7 +99,7 @@ class SourceSide:
                 self.out.append((route, message_id, PeerEnded(transfer=transfer, finding=found)))
                 self._refused(transfer, found)
             case Drain():
-                self._drain(route, message_id, message, pair, key[1])
+                self._drain(route, message_id, message, pair, key[1], now)
             case Credit():
                 window = self.windows[key]
                 window.taken = max(window.taken, min(message.chunks, window.sent))
@@ -113,12 +113,10 @@ class SourceSide:
 
     def pair_accepted(self, pair: PairLinks, now: int) -> None:
         """Answer the hellos that came before this pair's verdict."""
-        waiting, self._held = self._held, []
-        for until, route, message_id, hello in waiting:
+        for key, (_, hello) in list(self._held.items()):
             if (hello.source_epoch, hello.epoch) == pair.epochs:
-                self._hello(route, message_id, hello, now, hold=False)
-            else:
-                self._held.append((until, route, message_id, hello))
+                del self._held[key]
+                self._hello(*key, hello, now, hold=False)
 
     def _hello(
         self, route: bytes, message_id: int, hello: PeerHello, now: int, *, hold: bool
@@ -132,7 +130,9 @@ class SourceSide:
         if pair is None or not pair.sending or not pair.verdict.accepted:
             known = max((pair.epochs for pair in self._core.pairs.values()), default=(0, 0))
             if hold and max(epochs) > max(known) and len(self._held) < _MAX_HELD:
-                self._held.append((now + _PROBE_MS, route, message_id, hello))
+                rules = self._core.session.rules
+                probe = rules.probe if rules else _UNREGISTERED_PROBE_MS
+                self._held.setdefault((route, message_id), (now + probe, hello))
                 return
             sides = (
                 Side(f"{hello.world} rank {hello.rank}", f"{epochs[0]}:{epochs[1]}"),
@@ -169,7 +169,8 @@ class SourceSide:
         self._core.refused(0, "", found)
 
     def drop(self, pair: PairLinks) -> None:
-        """Forget the inbound links of a pair."""
+        """Forget the inbound links of a pair, and what was shown over them."""
+        self.ledger.pair_broken(pair.epochs)
         for key in [key for key in self.links if key[0] == pair.epochs]:
             self.routes.pop(self.links.pop(key), None)
             del self.windows[key]
@@ -195,24 +196,25 @@ class SourceSide:
         self._refused(transfer, found)
 
     def _drain(
-        self, route: bytes, message_id: int, message: Drain, pair: PairLinks, rank: int
+        self,
+        route: bytes,
+        message_id: int,
+        message: Drain,
+        pair: PairLinks,
+        rank: int,
+        now: int,
     ) -> None:
         grant = self.ledger.check(pair, rank, message.grant, data=True)
         if not isinstance(grant, Grant):
             self._reject(route, message_id, grant)
             return
         # The answer follows the chunks already handed to this link, so nothing comes after it.
-        self.stopped.add((grant.transfer, rank))
+        self.ledger.drain(grant.transfer, rank, now)
         self.out.append((route, message_id, Drained(transfer=grant.transfer)))
 
     def sendable(self, sending: Sending, now: int) -> bool:
         """Whether one more operation of a share may start."""
-        return (
-            now < sending.stop
-            and sending.rank not in sending.staged.ended
-            and sending.staged.state == "sending"
-            and (sending.transfer, sending.rank) not in self.stopped
-        )
+        return now < sending.stop and self.ledger.may_start(sending)
 
     def failed(self, sending: Sending, found: Finding) -> None:
         """The transport could not send a share: say so to its destination (case B11)."""
@@ -226,14 +228,12 @@ class SourceSide:
 
     def tick(self, now: int) -> None:
         """Answer hellos that waited in vain; end what is too old; tell failures."""
-        late = [held for held in self._held if now >= held[0]]
-        self._held = [held for held in self._held if now < held[0]]
-        for _, route, message_id, hello in late:
-            self._hello(route, message_id, hello, now, hold=False)
+        for key, (until, hello) in list(self._held.items()):
+            if now >= until:
+                del self._held[key]
+                self._hello(*key, hello, now, hold=False)
         self.ledger.tick(now)
         self.flush_failures()
-        if len(self.stopped) > _MAX_HELD:
-            self.stopped = {key for key in self.stopped if self.ledger.knows(key[0])}
 
     def flush_failures(self) -> None:
         """Tell destinations what cannot be sent."""
@@ -246,6 +246,6 @@ class SourceSide:
 
     def next_deadline(self) -> int | None:
         """Return when (ms) something is due."""
-        times = [held[0] for held in self._held]
+        times = [until for until, _ in self._held.values()]
         due = self.ledger.next_deadline()
         return min([*times, *([due] if due is not None else [])], default=None)

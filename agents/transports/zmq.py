@@ -1,6 +1,6 @@
 """The zmq transport: chunks over the links themselves, under credit.
 
-The destination applies the bytes, so nothing can be written after it has refused (protocol: time).
+The destination applies the bytes, so nothing can be written after it has refused.
 Whole pages that lie together are sent from the cache's own memory, without a copy; the tracker of
 such a message is an operation that holds the staged request until libzmq lets the memory go.
 """
@@ -187,9 +187,6 @@ class ChunkReceiver:
         """Read the data frame of a chunk whose header was read, if it has one."""
         with self._lock:
             placed = self._side.table.place(key[0], key[1], chunk)
-        if not socket.getsockopt(zmq.RCVMORE):
-            self._note(key, chunk, 0, applied=False)
-            return
         if placed is None:
             _skip(socket)
             self._note(key, chunk, 0, applied=False)
@@ -197,6 +194,11 @@ class ChunkReceiver:
         part, pages = placed
         spec = ChunkSpec(chunk.slice, chunk.layer, chunk.layers, chunk.first, chunk.pages)
         expected = chunk_bytes_of(part, spec)
+        if not socket.getsockopt(zmq.RCVMORE):  # a header alone, though it names pages
+            with self._lock:
+                self._side.table.wrong_size(*key, chunk, 0, expected)
+            self._note(key, chunk, 0, applied=False)
+            return
         own = contiguous(self._memory, part, spec, pages, sending=False)
         if own is not None:
             got = socket.recv_into(own.reshape(-1).data, flags=zmq.NOBLOCK)
@@ -208,7 +210,7 @@ class ChunkReceiver:
         _skip(socket)
         if got != expected:
             with self._lock:
-                self._side.table.wrong_size(key[1], chunk, got, expected)
+                self._side.table.wrong_size(*key, chunk, got, expected)
         self._note(key, chunk, got, applied=got == expected)
 
     def _note(self, key: LinkKey, chunk: Chunk, nbytes: int, *, applied: bool) -> None:

@@ -207,6 +207,7 @@ class Rank:
             seed=fleet.random.getrandbits(32),
             credit=3,
         )
+        self.core.destination.table.chunk_bytes = CHUNK_BYTES
         self.alive = True
         self.paused = False
         self.peer = fleet.new_route()
@@ -317,6 +318,7 @@ class Fleet:
         self.settings = settings or Settings()
         self.durable = Durable()
         self.start = 0
+        self.zero = 0
         self.ranks: dict[Key, Rank] = {}
         self.gone: list[Rank] = []
         self.outcomes: dict[int, str] = {}
@@ -337,22 +339,28 @@ class Fleet:
 
     # --- the daemon -----------------------------------------------------------------------
 
-    def boot(self) -> None:
-        """Start the daemon, with what its store holds; all connections are new."""
+    def boot(self, clock: str = "boot", zero: int = 0) -> None:
+        """Start the daemon, with what its store holds; all connections are new.
+
+        Args:
+            clock: the boot of its host, which another ``zero`` needs.
+            zero: when its clock was 0.
+        """
         self.start += 1
+        self.zero = zero
         identity = Identity(
-            instance=id16("instance"), start=self.start, clock=id16("boot"), master=bytes(32)
+            instance=id16("instance"), start=self.start, clock=id16(clock), master=bytes(32)
         )
-        self.daemon = Coordinator(identity, self.settings, self.durable, self.now)
+        self.daemon = Coordinator(identity, self.settings, self.durable, self.now - zero)
         for rank in self.ranks.values():
             rank.peer = self.new_route()
 
     def step(self, event: Event) -> None:
         """Step the daemon and carry out its effects."""
-        self._carry_out(self.daemon.step(event, self.now))
+        self._carry_out(self.daemon.step(event, self.now - self.zero))
         due = self.daemon.next_deadline()
         pace = self.now + self.settings.heartbeat // 2
-        when = pace if due is None else max(self.now + 1, min(due, pace))
+        when = pace if due is None else max(self.now + 1, min(due + self.zero, pace))
         if not self.now < self._daemon_tick <= when:
             self._daemon_tick = when
             self._at(when, self._tick_daemon)
@@ -531,7 +539,7 @@ class Fleet:
                 if len(data) == expected:
                     rank.cache.scatter(part, message, pages, data)
                 else:
-                    side.table.wrong_size(key[1], message, len(data), expected)
+                    side.table.wrong_size(*key, message, len(data), expected)
                     placed = None
             applied = placed is not None and bool(data)
             side.chunk_taken(key, message, len(data) if applied else 0, applied=applied)

@@ -10,7 +10,7 @@ from rankgate.agents.events import Arrived, Outcome, Released, Wanted
 from rankgate.agents.linking import LinkState
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Side, finding
-from rankgate.proto.messages import Claim, Rejected
+from rankgate.proto.messages import Claim, End, Ended, EndResult, Refusal, Rejected
 from tests.agents.fleet import Fleet, Rank
 from tests.coordinator.core.harness import Job, decode, prefill
 
@@ -327,3 +327,198 @@ def test_a_refused_message_of_opens_denies_each_and_gives_the_pages_back() -> No
         taker.core.session.receive(number, refused, fleet.now)
     assert [found.slug for _, _, found, _ in taker.answers if found] == ["field_invalid"]
     assert taker.core.destination.table._owner == {}
+
+
+def test_a_daemon_with_another_clock_ends_what_the_old_one_granted_at_once() -> None:
+    """An hour on the old clock is nothing on the new: expired and released, and all works again."""
+    fleet = Fleet()
+    source, destination = prefill(tp=1), decode(tp=2)
+    (giver,) = fleet.launch(source)
+    takers = fleet.launch(destination)
+    fleet.ready(source, destination)
+    giver.stage("req-1", [0, 1], ttl=3_000_000)
+    takers[0].open("req-1", "p", [4, 5], ttl=300_000)
+    fleet.until(lambda: settled(takers[:1], "req-1", Arrived))
+    fleet.boot("another boot", fleet.now - 1000)
+    fleet.until(lambda: settled(takers[:1], "req-1") and settled([giver], "req-1", Released))
+    fleet.run(10_000)
+    (outcome,) = takers[0].told(Outcome)
+    assert outcome.outcome == "expired"
+    assert outcome.finding is not None
+    (released,) = giver.told(Released)
+    assert released.reason == "expired"
+    assert nothing_left(fleet)
+    fleet.ready(source, destination)
+    serve(fleet, source, destination, "req-2")
+    fleet.until(lambda: settled(takers, "req-2"))
+    assert all(rank.told(Outcome, "req-2")[0].delivered for rank in takers)
+
+
+def test_a_grant_that_is_renewed_before_its_source_stages_is_served() -> None:
+    """The prefill queue is longer than one grant: each open again carries it on."""
+    fleet = Fleet()
+    source, destination = prefill(tp=1), decode(tp=1)
+    (giver,) = fleet.launch(source)
+    (taker,) = fleet.launch(destination)
+    fleet.ready(source, destination)
+    for _ in range(4):
+        taker.open("req-1", "p", [4, 5], ttl=5000)
+        fleet.run(3000)
+    assert not taker.told(Outcome)
+    giver.stage("req-1", [0, 1])
+    fleet.until(lambda: settled([taker], "req-1"))
+    assert taker.told(Outcome)[0].delivered
+
+
+def test_a_source_starts_nothing_more_of_a_transfer_that_is_being_aborted() -> None:
+    """Told by the daemon, before any destination has drained; staged later, nothing is sent."""
+    fleet = Fleet()
+    source, destination = prefill(tp=1), decode(tp=1)
+    (giver,) = fleet.launch(source)
+    (taker,) = fleet.launch(destination)
+    fleet.ready(source, destination)
+    taker.open("req-1", "p", [4, 5])
+    fleet.until(lambda: settled([giver], "req-1", Wanted))
+    taker.core.abort("req-1", "the client left", fleet.now)
+    fleet.settle(taker)
+    fleet.until(lambda: bool(giver.core.source.ledger._aborting))
+    assert not giver.core.source.ledger._parked
+    giver.stage("req-1", [0, 1])
+    fleet.until(lambda: settled([taker], "req-1"))
+    fleet.run(1000)
+    assert giver.sent_bytes == 0
+
+
+def one_to_one(fleet: Fleet) -> tuple[Rank, Rank]:
+    """Return source and destination of the smallest ready pair."""
+    source, destination = prefill(tp=1), decode(tp=1)
+    (giver,), (taker,) = fleet.launch(source), fleet.launch(destination)
+    fleet.ready(source, destination)
+    return giver, taker
+
+
+@pytest.mark.parametrize("ttl", [0, 1500])
+def test_an_open_that_no_daemon_answers_is_denied_and_gives_the_pages_back(ttl: int) -> None:
+    """Time is up with its ttl, or the daemon's: a retryable denial, and no source heard of it."""
+    fleet = Fleet()
+    giver, taker = one_to_one(fleet)
+    fleet.loss = 1.0
+    taker.open("req-1", "p", [4, 5], ttl=ttl)
+    fleet.until(lambda: bool(taker.answers), 61_000)
+    ((_, number, denied, ended),) = taker.answers
+    assert (number, ended) == (0, None)
+    assert denied is not None
+    assert denied.retryable
+    assert "did not answer" in denied.message
+    assert taker.core.destination.table._owner == {}
+    assert giver.sent_bytes == 0
+
+
+def test_a_rank_that_is_refused_for_good_denies_its_opens_and_frees_their_pages() -> None:
+    """What was asked and what is asked later is denied; what is granted ends with its grant."""
+    fleet = Fleet()
+    _, taker = one_to_one(fleet)
+    taker.open("req-1", "p", [4, 5], ttl=5000)
+    fleet.until(lambda: bool(taker.opened))
+    fleet.loss = 1.0
+    taker.open("req-2", "p", [6])
+    refusal = Refusal(code=Code.WIRE_VERSION.id, text="wire_version: too old")
+    taker.core.session.receive(0, refusal, fleet.now)
+    taker.open("req-3", "p", [7])
+    fleet.settle(taker)
+    denied = {request: found.message for request, _, found, _ in taker.answers if found}
+    assert set(denied) == {"req-2", "req-3"}
+    assert all("refused this rank" in message for message in denied.values())
+    assert {page for _, page in taker.core.destination.table._owner} == {4, 5}
+    fleet.until(lambda: bool(taker.told(Outcome, "req-1")), 10_000)
+    (outcome,) = taker.told(Outcome, "req-1")
+    assert outcome.outcome == "expired"
+    assert nothing_left(fleet)
+
+
+def test_a_refusal_of_one_message_of_opens_denies_these_alone() -> None:
+    """too_large costs this message; the next open of the same session is granted."""
+    fleet = Fleet()
+    giver, taker = one_to_one(fleet)
+    fleet.loss = 1.0
+    taker.open("req-1", "p", [4, 5])
+    refusal = Refusal(code=Code.TOO_LARGE.id, text="too_large: 2 MiB")
+    for number in list(taker.core.session._outstanding._by_id):
+        taker.core.session.receive(number, refusal, fleet.now)
+    assert [found.slug for _, _, found, _ in taker.answers if found] == ["too_large"]
+    fleet.loss = 0.0
+    giver.stage("req-2", [0, 1])
+    taker.open("req-2", "p", [4, 5])
+    fleet.until(lambda: settled([taker], "req-2"))
+    assert taker.told(Outcome, "req-2")[0].delivered
+
+
+def test_an_abort_before_the_open_is_sent_denies_it_here() -> None:
+    """The daemon never hears of it, and the pages are free at once."""
+    fleet = Fleet()
+    _, taker = one_to_one(fleet)
+    taker.paused = True
+    taker.open("req-1", "p", [4, 5])
+    taker.core.abort("req-1", "the client left", fleet.now)
+    taker.paused = False
+    fleet.run(5000)
+    ((_, number, denied, _),) = taker.answers
+    assert (number, denied.slug if denied else "") == (0, "aborted")
+    assert taker.core.destination.table._owner == {}
+    assert fleet.daemon.transfers.by_id == {}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_an_abort_before_the_answer_aborts_what_is_granted_at_once(staged: bool) -> None:  # noqa: FBT001
+    """The grant comes later than the abort: no byte moves, and the source gets its pages back."""
+    fleet = Fleet()
+    giver, taker = one_to_one(fleet)
+    if staged:
+        giver.stage("req-1", [0, 1])
+    taker.open("req-1", "p", [4, 5])
+    taker.core.abort("req-1", "the client left", fleet.now)
+    fleet.until(lambda: settled([taker], "req-1") and nothing_left(fleet), 10_000)
+    (outcome,) = taker.told(Outcome)
+    assert outcome.outcome == "aborted"
+    assert giver.sent_bytes == 0
+    assert len(giver.told(Released)) == staged
+
+
+def test_an_abort_of_an_open_that_is_denied_is_forgotten() -> None:
+    """The next attempt of the same request runs."""
+    fleet = Fleet()
+    giver, taker = one_to_one(fleet)
+    fleet.loss = 1.0
+    taker.open("req-1", "p", [4, 5], ttl=1000)
+    taker.core.abort("req-1", "the client left", fleet.now)
+    fleet.until(lambda: bool(taker.answers), 3000)
+    fleet.loss = 0.0
+    giver.stage("req-1", [0, 1])
+    taker.open("req-1", "p", [4, 5])
+    fleet.until(lambda: settled([taker], "req-1", Arrived))
+    fleet.until(lambda: bool(taker.told(Outcome, "req-1")))
+    assert taker.told(Outcome, "req-1")[0].delivered
+
+
+def test_an_end_that_comes_too_late_brings_the_outcome_whose_push_was_lost() -> None:
+    """The answer to End names it: told once, never again as expired at the grant's end."""
+    fleet = Fleet()
+    giver, taker = one_to_one(fleet)
+    giver.stage("req-1", [0, 1])
+    taker.open("req-1", "p", [4, 5], ttl=5000)
+    fleet.until(lambda: bool(taker.opened))
+    taker.core.session.on_fresh(False)
+    fleet.loss = 1.0
+    fleet.until(lambda: bool(taker.told(Arrived)))
+    (number,) = (
+        each.id
+        for each in taker.core.session._outstanding._by_id.values()
+        if isinstance(each.build(), End)
+    )
+    (transfer,) = taker.core.destination.table.by_transfer
+    answer = Ended(tick=fleet.now, items=[EndResult(transfer=transfer, late="failed")])
+    taker.core.session.receive(number, answer, fleet.now)
+    fleet.run(20_000)
+    (outcome,) = taker.told(Outcome)
+    assert outcome.outcome == "failed"
+    assert taker.core.destination.table.by_transfer == {}

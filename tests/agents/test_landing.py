@@ -14,7 +14,6 @@ from tests.agents.pairs import EPOCHS, grant_of, pair_of, sealed
 
 WHY = finding(Code.ABORTED, "transfer", Side("a test", "x"))
 UNTIL = 11_000
-PAGE_BYTES = 2 * 64
 
 
 def opened(
@@ -76,9 +75,9 @@ def test_pages_stay_owned_after_an_abort_until_the_sources_have_drained() -> Non
     assert isinstance(refused, Finding)
     assert "14" in refused.message
     assert sorted(rank for _, rank in table.drains) == [0, 1]
-    table.drained(0, 7)
+    table.drained(EPOCHS, 0, 7)
     assert slug(table.ask("b", 0, pair, {"full": list(range(1, 33))})) == "range_busy"
-    table.drained(1, 7)
+    table.drained(EPOCHS, 1, 7)
     assert isinstance(table.ask("b", 0, pair, {"full": list(range(1, 33))}), Landing)
 
 
@@ -93,8 +92,8 @@ def test_without_an_answer_pages_are_free_once_the_grant_has_certainly_ended() -
     assert table.next_deadline() == UNTIL
     table.tick(UNTIL + 1)
     assert isinstance(table.ask("b", 0, pair, {"full": [2]}), Landing)
-    table.drained(0, 7)
-    table.drained(1, 7)
+    table.drained(EPOCHS, 0, 7)
+    table.drained(EPOCHS, 1, 7)
 
 
 def test_a_grant_that_ends_without_all_data_ends_this_rank_failed_as_expired() -> None:
@@ -145,7 +144,7 @@ def test_arrived_when_all_shares_are_complete_and_ends_once() -> None:
     landing = opened(table, [1, 2, 3])
     for rank in (0, 0, 1):
         if table.place(EPOCHS, rank, chunk()) is not None:
-            table.took(rank, chunk(), 3 * PAGE_BYTES)
+            table.took(EPOCHS, rank, chunk())
     assert table.events == [Arrived("r", 7)]
     assert [ended.outcome for ended in table.ended] == ["delivered"]
     assert landing.state is LandingState.DRAINED
@@ -174,7 +173,7 @@ def test_a_chunk_of_another_length_fails_the_transfer_with_both_sizes() -> None:
     """A frame that is not exactly what slice and counts give is an error, never a partial write."""
     table = table_of()
     opened(table, [1, 2, 3])
-    table.wrong_size(0, chunk(), 100, 384)
+    table.wrong_size(EPOCHS, 0, chunk(), 100, 384)
     (ended,) = table.ended
     assert ended.finding is not None
     assert ended.finding.slug == "transport_failed"
@@ -199,7 +198,7 @@ def test_a_lost_source_fails_what_is_incomplete_of_it_alone() -> None:
     table = table_of()
     landing = opened(table, [1, 2, 3])
     table.place(EPOCHS, 0, chunk())
-    table.took(0, chunk(), 3 * PAGE_BYTES)
+    table.took(EPOCHS, 0, chunk())
     table.source_lost(EPOCHS, 0, "its connection ended")
     assert not table.ended
     table.source_lost(EPOCHS, 1, "its connection ended")
@@ -217,7 +216,7 @@ def test_an_outcome_that_comes_before_the_data_ends_it_without_another_word() ->
     assert table.ended == []
     assert len(table._owner) == 3
     for rank in (0, 1):
-        table.drained(rank, 7)
+        table.drained(EPOCHS, rank, 7)
     assert landing.state is LandingState.DRAINED
     assert not table.by_transfer
 
@@ -241,7 +240,7 @@ def test_in_any_order_a_landing_ends_once_and_gives_every_page_back(
             case "chunk":
                 if table.place(EPOCHS, rank, chunk()) is not None:
                     assert before is LandingState.OPEN
-                    table.took(rank, chunk(), 3 * PAGE_BYTES)
+                    table.took(EPOCHS, rank, chunk())
             case "lost":
                 table.source_lost(EPOCHS, rank, "x")
             case "fail":
@@ -249,7 +248,7 @@ def test_in_any_order_a_landing_ends_once_and_gives_every_page_back(
             case "abort":
                 table.aborting(7, WHY)
             case "drained":
-                table.drained(rank, 7)
+                table.drained(EPOCHS, rank, 7)
             case "outcome":
                 table.outcome(outcome_item(outcome))
         owned = len(table._owner)
@@ -268,3 +267,71 @@ def test_the_table_of_changes_ends_where_pages_are_free() -> None:
     """Every state leads to drained, which leads nowhere."""
     assert LANDING_TABLE[LandingState.DRAINED] == frozenset()
     assert set(LANDING_TABLE) == set(LandingState)
+
+
+def test_a_share_with_a_hole_is_never_called_arrived() -> None:
+    """The same range under two numbers, or another total: both ends' cuts are named instead."""
+    for wrong in (chunk(0, 2), chunk(1, 2), chunk(1, 1), chunk(pages=2)):
+        table = table_of()
+        opened(table, [1, 2, 3], sources=1)
+        assert table.place(EPOCHS, 0, wrong) is None
+        (ended,) = table.ended
+        assert ended.finding is not None
+        assert ended.finding.slug == "transport_failed"
+        assert "pages 0+3 of 1" in ended.finding.message or wrong.sequence
+        assert not table.events
+
+
+def test_a_share_without_data_is_one_chunk_without_frames() -> None:
+    """It is owed all the same; a chunk that names pages is not it."""
+    table = table_of()
+    landing = opened(table, [], sources=1)
+    empty = Chunk(transfer=7, sequence=0, total=1)
+    assert table.place(EPOCHS, 0, empty) is None
+    assert landing.state is LandingState.OPEN
+    table.took(EPOCHS, 0, empty)
+    assert table.events == [Arrived("r", 7)]
+    table = table_of()
+    opened(table, [], sources=1)
+    assert table.place(EPOCHS, 0, chunk(pages=1)) is None
+    assert len(table.ended) == 1
+
+
+def test_what_another_pair_says_of_a_transfer_is_ignored() -> None:
+    """Sizes, chunks and drains count only over the links of the transfer's own epochs."""
+    table = table_of()
+    opened(table, [1, 2, 3], sources=1)
+    table.took((1, 2), 0, chunk())
+    table.wrong_size((1, 2), 0, chunk(), 1, 2)
+    assert not table.ended
+    table.aborting(7, WHY)
+    table.drained((1, 2), 0, 7)
+    assert len(table._owner) == 3
+
+
+def test_a_renewed_grant_is_presented_again_where_data_is_still_owed() -> None:
+    """Source 0 has delivered; source 1 is shown the new grant; the old one again is nothing."""
+    table = table_of()
+    landing = opened(table, [1, 2, 3])
+    table.place(EPOCHS, 0, chunk())
+    table.took(EPOCHS, 0, chunk())
+    renewed = sealed(issued=9000)
+    assert table.granted(landing, grant_of(issued=9000), renewed, UNTIL + 8000) == [1]
+    assert table.granted(landing, grant_of(), sealed(), UNTIL) == []
+    assert (landing.sealed, landing.until) == (renewed, UNTIL + 8000)
+
+
+def test_another_clock_ends_every_landing_at_once_and_once() -> None:
+    """Open, or arrived and waiting for the outcome: expired, with a finding, no page held."""
+    table = table_of()
+    opened(table, [1, 2, 3], sources=1)
+    opened(table, [4, 5, 6], "s", 8, sources=1)
+    table.place(EPOCHS, 0, chunk(transfer=8))
+    table.took(EPOCHS, 0, chunk(transfer=8))
+    table.void()
+    table.void()
+    outcomes = [event for event in table.events if isinstance(event, Outcome)]
+    assert [(one.request, one.outcome) for one in outcomes] == [("r", "expired"), ("s", "expired")]
+    assert all(one.finding is not None for one in outcomes)
+    assert (table._owner, table.landings, table.by_transfer) == ({}, {}, {})
+    assert table.next_deadline() is None

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rankgate.agents.events import Released, Wanted
 from rankgate.agents.ledger import MAX_PARKED, Ledger, Staged
 from rankgate.agents.linking import PairLinks
-from rankgate.proto.findings import Finding
+from rankgate.proto.codes import Code
+from rankgate.proto.findings import Finding, Side, finding
 from tests.agents.pairs import EPOCHS, grant_of, pair_of, sealed
 
 PAGES = {"full": [4, 5, 6]}
@@ -373,3 +374,91 @@ def test_an_outcome_that_comes_before_the_notice_tells_the_count() -> None:
         ("r", 3, 3),
         ("late", 2, 2),
     ]
+
+
+def test_a_late_outcome_of_one_attempt_leaves_the_next_ones_pages_alone() -> None:
+    """Ended by its contacts and staged anew: the daemon's word on the first attempt is no end."""
+    ledger, pair = ledger_with(), pair_of(["data"], sending=True)
+    present(ledger, pair, 0)
+    ledger.peer_end(pair, 0, sealed(), 0, "failed")
+    ledger.stage("r", {"full": [1, 2, 3]}, 192, 60_000, 0)
+    ledger.outcome(7, "r", "failed", 0)
+    ledger.outcome(7, "r", "failed", 0)
+    assert len(released(ledger)) == 1
+    assert present(ledger, pair, 0, sealed(8, "r", attempt=1)) == ("accepted", "")
+
+
+def test_a_renewed_grant_lets_a_running_share_go_on() -> None:
+    """Its last moment, and that of the staged entry, are the later grant's."""
+    ledger, pair = ledger_with(until=500), pair_of(["data"], sending=True)
+    present(ledger, pair, 0)
+    (sending,) = ledger.sendings
+    renewed = sealed(issued=9000)
+    assert present(ledger, pair, 0, renewed) == ("accepted", "")
+    assert present(ledger, pair, 0) == ("accepted", "")
+    assert sending.stop == 9000 + 10_000 - UPPER - 1000
+    assert ledger.staged["r"].until == 9000 + 10_000 - UPPER
+    assert len(ledger.sendings) == 1
+
+
+def test_a_renewed_grant_lets_a_parked_presentation_wait_on() -> None:
+    """not_staged comes at the end of the later grant, whichever repeat comes last."""
+    ledger, pair = Ledger(1000), pair_of(["data"], sending=True)
+    for grant in (sealed(), sealed(issued=9000), sealed()):
+        assert present(ledger, pair, 0, grant) == ("parked", "")
+    ledger.tick(9000 + 10_000 - UPPER - 1)
+    assert not ledger.failures
+    ledger.tick(9000 + 10_000 - UPPER + 50)
+    assert len(ledger.failures) == 1
+
+
+def test_a_drained_share_is_never_sent_though_it_is_staged_later() -> None:
+    """Parked, drained, staged: the pages over there are another request's by now (B16)."""
+    ledger, pair = Ledger(1000), pair_of(["data", "data"], sending=True)
+    for rank in (0, 1):
+        assert present(ledger, pair, rank) == ("parked", "")
+    ledger.drain(7, 0, 0)
+    assert present(ledger, pair, 0) == ("ended", "")
+    ledger.stage("r", PAGES, 192, 60_000, 0)
+    (sending,) = ledger.sendings
+    assert sending.rank == 1
+    assert ledger.may_start(sending)
+    ledger.drain(7, 1, 0)
+    assert not ledger.may_start(sending)
+
+
+def test_an_abort_stops_what_runs_and_what_is_parked() -> None:
+    """Sources start nothing more of an aborting transfer; its outcome still releases."""
+    why = finding(Code.ABORTED, "transfer", Side("a test", "x"))
+    ledger, pair = ledger_with(), pair_of(["data", "data"], sending=True)
+    present(ledger, pair, 0)
+    (sending,) = ledger.sendings
+    ledger.aborting(7, why, 0)
+    assert not ledger.may_start(sending)
+    assert present(ledger, pair, 1) == ("refused", "aborted")
+    ledger.outcome(7, "r", "aborted", 0)
+    assert [event.reason for event in released(ledger)] == ["aborted"]
+
+
+def test_another_clock_ends_what_was_promised_and_only_that() -> None:
+    """Requests bound to a void grant are released; the others wait for the next one."""
+    ledger, pair = ledger_with(), pair_of(["data"], sending=True)
+    ledger.stage("free", PAGES, 10, 60_000, 0)
+    present(ledger, pair, 0)
+    present(ledger, pair, 0, sealed(9, "parked"))
+    ledger.void()
+    assert released(ledger) == [Released("r", "expired", 0, 1)]
+    assert list(ledger.staged) == ["free"]
+    assert ledger.staged_bytes == 10
+    ledger.tick(20_000)
+    assert not ledger.failures
+
+
+def test_a_transfer_that_failed_because_it_is_aborted_is_released_as_aborted() -> None:
+    """The ends may come before the daemon's outcome; the reason is the same."""
+    why = finding(Code.ABORTED, "transfer", Side("a test", "x"))
+    ledger, pair = ledger_with(), pair_of(["data"], sending=True)
+    present(ledger, pair, 0)
+    ledger.aborting(7, why, 0)
+    ledger.peer_end(pair, 0, sealed(), 0, "failed")
+    assert released(ledger) == [Released("r", "aborted", 1, 1)]

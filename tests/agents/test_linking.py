@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from rankgate.agents.linking import LINK_MS, LinkState, Registered, check_slices
 from rankgate.proto.codec import encode_blob
+from rankgate.proto.codes import Code
+from rankgate.proto.findings import Side, finding
 from rankgate.proto.messages import (
     Drain,
     Linked,
@@ -221,3 +223,55 @@ def test_linked_carries_claims_and_the_table_digest() -> None:
     fleet.ready(prefill(), decode())
     assert len(said) == 2
     assert {one.table_digest for one in said} == {source.pair("d").verdict.table_digest}
+
+
+def test_a_pair_that_failed_to_link_is_dialed_anew_when_told_again(fleet: Fleet) -> None:
+    """The same verdict after a retryable failure: a new hello, and ready without an operator."""
+    _, destination = both(fleet)
+    pair = destination.pair("p")
+    why = finding(Code.LINK_FAILED, "links", Side("a test", "x"))
+    destination.core.link_failed(pair, [why], fleet.now)
+    assert pair.state is LinkState.REJECTED
+    assert not pair.links[0].up
+    fleet.settle(destination)
+    fleet.ready(prefill(), decode())
+    again = destination.pair("p")
+    assert again.epochs == pair.epochs
+    assert again.links[0].up
+
+
+def test_pairs_of_worlds_that_are_gone_are_let_go() -> None:
+    """Twelve dead prefill worlds leave no pair, no link and no hello behind on either side."""
+    fleet = Fleet()
+    (taker,) = fleet.launch(decode())
+    names = [f"p{index}" for index in range(12)]
+    for name in names:
+        fleet.launch(prefill(name))
+    fleet.until(lambda: len(taker.dialed) == 12)
+    fleet.ready(decode(), *(prefill(name) for name in names))
+    givers = [fleet.ranks[name, 0] for name in names]
+    for giver in givers[1:]:
+        fleet.kill(giver)
+    fleet.run(100_000)
+    assert [pair.other for pair in taker.core.pairs.values()] == ["p0"]
+    assert {key[0] for key in taker.dialed} == set(taker.core.pairs)
+    assert len(taker.core.destination._outstanding) == 0
+    fleet.kill(taker)
+    fleet.run(100_000)
+    assert not givers[0].core.pairs
+    assert not givers[0].core.source.links
+
+
+def test_a_hello_that_is_repeated_while_it_waits_is_held_once(fleet: Fleet) -> None:
+    """One answer for one id, after the daemon's own probe time."""
+    source, destination = both(fleet)
+    rules = source.core.session.rules
+    assert rules is not None
+    source.core.session.rules = replace(rules, probe=3000)
+    newer = hello_of(fleet, epoch=destination.pair("p").epochs[1] + 5)
+    for _ in range(3):
+        assert answer_to(fleet, newer) is None
+    source.core.source.tick(fleet.now + 2999)
+    assert not source.core.source.out
+    source.core.source.tick(fleet.now + 3000)
+    assert [number for _, number, _ in source.core.source.out] == [5]

@@ -11,7 +11,7 @@ import pytest
 
 from rankgate.agents.agent import RankAgent
 from rankgate.agents.errors import NotReadyError, PagesError, PairRejectedError
-from rankgate.agents.events import Wanted
+from rankgate.agents.events import Outcome, Wanted
 from rankgate.agents.handles import Transfer
 from tests.agents.engines import PATIENCE, Engines, wait_until
 from tests.coordinator.runtime.live import Serving
@@ -106,6 +106,46 @@ def test_pages_that_belong_to_a_transfer_are_refused_without_the_daemon(serving:
             with pytest.raises(PagesError) as caught:
                 agent.open("req-2", source="p", pages=pages)
             assert caught.value.findings[0].slug.startswith(slug)
+
+
+def test_a_request_that_is_opened_again_has_one_handle(serving: Serving) -> None:
+    """Before the answer, after it and with its renewal: one outcome, which every wait sees."""
+    with (
+        Engines(serving.agents, "p", "prefill", 1) as sources,
+        Engines(serving.agents, "d", "decode", 1) as ends,
+    ):
+        ends.ready("p")
+        agent = ends[0].agent
+        first = agent.open("req-1", source="p", pages=[2, 3])
+        assert agent.open("req-1", source="p", pages=[2, 3]) is first
+        wait_until(lambda: first.id, "granted")
+        assert agent.open("req-1", source="p", pages=[2, 3]) is first
+        with pytest.raises(PagesError) as caught:
+            agent.open("req-1", source="p", pages=[2, 4])
+        assert caught.value.findings[0].slug == "conflicting_open"
+        sources[0].fill("req-1", [5, 6])
+        sources[0].agent.stage("req-1", pages=[5, 6])
+        assert first.wait(PATIENCE).delivered
+        outcomes = [event for event in ends[0].poll() if isinstance(event, Outcome)]
+        assert outcomes == [first.outcome]
+        assert not agent._opened
+        assert not agent._transfers
+
+
+def test_an_abort_right_after_an_open_ends_it(serving: Serving) -> None:
+    """Answered by then or not: it is denied here, or aborted as soon as it is granted."""
+    with (
+        Engines(serving.agents, "p", "prefill", 1),
+        Engines(serving.agents, "d", "decode", 1) as ends,
+    ):
+        ends.ready("p")
+        agent = ends[0].agent
+        transfer = agent.open("req-1", source="p", pages=[2, 3])
+        agent.abort("req-1", "the client left")
+        wait_until(lambda: transfer.denied or transfer.outcome, "ended")
+        if transfer.outcome is not None:
+            assert transfer.outcome.outcome == "aborted"
+        wait_until(lambda: agent.stats().landing == 0, "drained")
 
 
 def test_a_wrong_count_of_one_engine_is_named_to_both_worlds(serving: Serving) -> None:

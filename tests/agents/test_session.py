@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
@@ -115,6 +116,64 @@ def test_a_refusal_of_the_version_is_final_and_keeps_both_ranges() -> None:
     assert talk.session.state is SessionState.REFUSED
     assert talk.session.refusal is not None
     assert (talk.session.refusal.min, talk.session.refusal.max) == (2, 3)
+    talk.wait(5000)
+    assert talk.said() == []
+
+
+def test_a_refusal_of_one_message_is_its_answer_and_the_session_goes_on() -> None:
+    """too_large answers that id alone; a heartbeat or a stranger that is refused ends nothing."""
+    talk, answers = Talk().live(), []
+    for word in ("first", "second"):
+        talk.session.request(
+            lambda session: Open(session=session, items=[]),
+            lambda answer, _now, word=word: answers.append((word, answer)),  # type: ignore[misc]
+            talk.now,
+        )
+    said = talk.said()
+    first = next(number for number, message in said if isinstance(message, Open))
+    beat = next(number for number, message in said if isinstance(message, Heartbeat))
+    refusal = Refusal(code=Code.TOO_LARGE.id, text="too_large: 2 MiB")
+    for number in (first, first, beat, 999):
+        talk.hear(number, refusal)
+    assert answers == [("first", refusal)]
+    assert talk.session.state is SessionState.LIVE
+    assert talk.session.refusal is None
+    talk.wait(1000)
+    assert talk.last(Heartbeat)[1].session == 77
+
+
+@pytest.mark.parametrize("how", ["version", "register", "beat"])
+def test_once_refused_for_good_nobody_waits_any_more(how: str) -> None:
+    """What was asked and what is asked later is given up at once; nothing is due again."""
+    talk, given_up = Talk(), list[str]()
+    talk.hear(talk.last(Hello)[0], WELCOME)
+    register, _ = talk.last(Register)
+    if how != "register":
+        talk.hear(register, REGISTERED)
+
+    def ask(word: str) -> None:
+        talk.session.request(
+            lambda session: Open(session=session, items=[]),
+            lambda _answer, _now: given_up.append("answered"),
+            talk.now,
+            on_timeout=lambda _now: given_up.append(word),
+        )
+
+    ask("before")
+    assert given_up == []
+    if how == "version":
+        talk.hear(0, Refusal(code=Code.WIRE_VERSION.id, text="wire", min=2, max=3))
+    elif how == "register":
+        talk.hear(register, Refusal(code=Code.TOO_LARGE.id, text="too_large"))
+    else:
+        final = Rejected(findings=[finding(Code.DUPLICATE_RANK, "rank", Side("a", "b"))])
+        talk.hear(talk.last(Heartbeat)[0], final)
+    ask("after")
+    assert talk.session.state is SessionState.REFUSED
+    assert given_up == ["before", "after"]
+    assert talk.fresh == ([] if how == "register" else [False])
+    assert talk.session.next_deadline() is None
+    talk.said()
     talk.wait(5000)
     assert talk.said() == []
 

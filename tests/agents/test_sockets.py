@@ -15,6 +15,7 @@ import zmq
 from rankgate.agents.agent import RankAgent
 from rankgate.agents.describe import RankDescription, describe_kv
 from rankgate.agents.errors import DaemonUnreachableError, SettingError, WireVersionError
+from rankgate.agents.handles import Transfer
 from rankgate.agents.session import Identity
 from rankgate.agents.sockets import LinkSocket, connect, make_context, route_address
 from rankgate.proto.codec import decode_header, encode
@@ -36,14 +37,19 @@ def agent_of(daemon: str, **fields: str) -> RankAgent:
 
 
 def bound(daemon: str, wanted: str = "") -> str:
-    """Return the address that a link of an agent of this daemon gets."""
+    """Return the address that a link of an agent of this daemon gets; who dials it is answered."""
     context = make_context()
     try:
         link = LinkSocket(context, daemon, wanted)
-        link.socket.close(0)
+        dialer = connect(context, link.address)
+        dialer.send(b"question")
+        assert link.socket.poll(5000), f"nobody answers at {link.address}"
+        link.socket.send_multipart([link.socket.recv_multipart()[0], b"answer"])
+        assert dialer.poll(5000)
+        assert dialer.recv() == b"answer"
         link.remove()
     finally:
-        context.term()
+        context.destroy(0)
     return link.address
 
 
@@ -132,6 +138,8 @@ def test_a_daemon_of_another_version_is_said_to_be_one(tmp_path: Path) -> None:
         router.send_multipart([route, *encode(refusal, decode_header(header).id)])
         with pytest.raises(WireVersionError, match="wire 4 to 5"):
             agent.wait_registered(5)
+        with pytest.raises(WireVersionError, match="wire 4 to 5"):
+            Transfer(agent, ((1, 2), "req-1", 0), {}).wait()
     finally:
         agent.close()
         router.close(0)

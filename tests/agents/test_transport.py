@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
+from rankgate.agents.chunks import CHUNK_BYTES
 from rankgate.agents.events import Released
 from rankgate.agents.landing import LandingTable
 from rankgate.agents.ledger import Ledger
@@ -26,7 +27,7 @@ from tests.agents.pairs import EPOCHS, grant_of, pair_of, sealed, whole
 KEY: LinkKey = (EPOCHS, 0)
 PAGE = 1 << 16
 SLICE = whole(layers=2, length=PAGE)
-HERE, THERE = [5, 6, 7, 1], [0, 3, 4, 2]
+HERE, THERE = [5, 6, 7, 1], [0, 2, 3, 4]
 
 
 class Source:
@@ -53,9 +54,10 @@ class Source:
 class Destination:
     """What the receiver needs of a destination side."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         """Open one request into pages."""
         self.table = LandingTable({"full": 8})
+        self.table.chunk_bytes = chunk_bytes
         pair = pair_of(["data"], sending=False)
         pair.links[0].slices = [SLICE]
         landing = self.table.ask("r", 0, pair, {"full": THERE})
@@ -67,7 +69,7 @@ class Destination:
         """Tell the table, and remember."""
         self.taken.append((chunk, nbytes, applied))
         if applied:
-            self.table.took(key[1], chunk, nbytes)
+            self.table.took(*key, chunk)
 
 
 class Wire:
@@ -90,13 +92,16 @@ class Wire:
         ]
         self.pools = [np.zeros((8, PAGE), dtype=np.uint8) for _ in range(2)]
         self.source = Source(self.route)
-        self.destination = Destination()
-        lock = threading.RLock()
         side: Any = self.source
         sending = {("full", "k"): self.source_pools}
-        self.sender = ChunkSender(self.router, sending, side, lock)
-        side = self.destination
-        self.receiver = ChunkReceiver({("full", "k"): self.pools}, side, lock)
+        self.sender = ChunkSender(self.router, sending, side, threading.RLock())
+        self.take(Destination())
+
+    def take(self, destination: Destination) -> None:
+        """Receive for a destination side."""
+        self.destination = destination
+        side: Any = destination
+        self.receiver = ChunkReceiver({("full", "k"): self.pools}, side, threading.RLock())
 
     def stage(self) -> None:
         """Stage the request and let its destination present."""
@@ -209,10 +214,21 @@ def test_a_frame_of_another_size_fails_the_transfer_and_names_both(wire: Wire, s
 
 def test_a_frame_that_would_land_in_place_is_checked_as_well(wire: Wire) -> None:
     """Two pages in a row are received into the cache itself; a longer frame ends there."""
-    wire.send_raw(whole_chunk(layers=1, first=1, pages=2, total=9), b"\x55" * (3 * PAGE))
+    wire.take(Destination(2 * PAGE))
+    chunk = whole_chunk(sequence=1, layers=1, first=2, pages=2, total=4)
+    wire.send_raw(chunk, b"\x55" * (3 * PAGE))
     assert wire.destination.table.ended[0].outcome == "failed"
     assert not wire.pools[0][5:].any()
     assert not wire.pools[0][:3].any()
+
+
+def test_a_chunk_without_its_frame_fails_the_transfer(wire: Wire) -> None:
+    """It names pages and carries none: said at once instead of waited for."""
+    wire.send_raw(whole_chunk())
+    (ended,) = wire.destination.table.ended
+    assert ended.finding is not None
+    assert ended.finding.slug == "transport_failed"
+    assert "0 bytes" in ended.finding.message
 
 
 def test_chunks_of_ended_transfers_are_read_and_dropped(wire: Wire) -> None:

@@ -142,7 +142,10 @@ class Peer:
         seed_routing_ids(int.from_bytes(os.urandom(4), "big"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        configure_socket(self.socket, **{"reconnect_ivl": -1, **options})
+        # No heartbeats: libzmq aborts this process when one runs out on a connection that broke
+        # while it was held back by rcvhwm (libzmq issue 4364), as a deaf peer's is.
+        quiet = {"reconnect_ivl": -1, "heartbeat_ivl": 0}
+        configure_socket(self.socket, **{**quiet, **options})
         self.socket.connect(endpoint)
         self._ids = 0
 
