@@ -158,6 +158,8 @@ class Ledger:
         """Start empty; ``max_op`` (ms) is the transport's longest operation."""
         self._max_op = max_op
         self._max_staged = max_staged
+        self.origin: tuple[bytes, bytes] | None = None
+        """Instance and clock id of the daemon whose grants hold, once it is known."""
         self.staged: dict[str, Staged] = {}
         self._by_transfer: dict[int, Staged] = {}
         self._parked: dict[tuple[int, int], Presentation] = {}
@@ -232,6 +234,12 @@ class Ledger:
             grant = open_grant(sealed, pair.verdict.grant_key)
         except GrantError as error:
             return finding(Code.GRANT_INVALID, "grant", Side(who, str(error)))
+        if self.origin is not None and (grant.instance, grant.clock) != self.origin:
+            sides = (
+                Side(who, f"a grant of daemon {grant.instance.hex()[:8]}"),
+                Side("this rank", f"daemon {self.origin[0].hex()[:8]}, or its host has restarted"),
+            )
+            return finding(Code.GRANT_INVALID, "grant.instance", *sides)
         if (grant.source_epoch, grant.destination_epoch) != pair.epochs:
             shown = f"{grant.source_epoch}:{grant.destination_epoch}"
             current = f"{pair.epochs[0]}:{pair.epochs[1]}"

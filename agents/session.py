@@ -265,8 +265,12 @@ class Session:
             self._beat(now)
             self._repeat(now)
             return
+        if known and other:
+            # Grants of another instance or clock are void, and so is what was still to be said
+            # of them: its transfer ids could name this daemon's own transfers.
+            self._outstanding.give_up(now)
         if known:
-            self.on_fresh(other)  # grants of another instance or clock are void
+            self.on_fresh(other)
         self._seen = self._acked = 0
         self.state = SessionState.REGISTERING
         register = Register(

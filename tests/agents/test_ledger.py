@@ -15,6 +15,7 @@ from rankgate.agents.linking import PairLinks
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Finding, Side, finding
 from tests.agents.pairs import EPOCHS, grant_of, pair_of, sealed
+from tests.coordinator.core.harness import id16
 
 PAGES = {"full": [4, 5, 6]}
 COUNTS = {"full": 3}
@@ -254,6 +255,15 @@ def test_a_later_attempt_waits_for_the_end_of_the_one_before() -> None:
     assert ledger.events == [Released("r", "failed", 0, 1), Wanted("r")]
     ledger.stage("r", PAGES, 192, 60_000, 0)
     assert [sending.transfer for sending in ledger.sendings] == [7, 8]
+
+
+def test_C23_a_grant_of_another_daemon_or_of_another_start_of_its_host_is_refused() -> None:
+    """The key may be the same, but its ids and its clock mean nothing here any more."""
+    ledger, pair = ledger_with(), pair_of(["data"], sending=True)
+    ledger.origin = (id16("instance"), id16("other boot"))
+    assert present(ledger, pair, 0) == ("refused", "grant_invalid")
+    ledger.origin = (id16("instance"), id16("boot"))
+    assert present(ledger, pair, 0) == ("accepted", "")
 
 
 def test_a_late_presentation_of_an_ended_transfer_is_refused() -> None:
