@@ -12,8 +12,9 @@ from rankgate.agents.ledger import REFUSED
 from rankgate.agents.linking import LINK_MS, Epochs, LinkState, PairLinks, PeerLink, check_metadata
 from rankgate.agents.outstanding import Outstanding
 from rankgate.agents.session import SessionState
+from rankgate.proto.batches import batches
 from rankgate.proto.codes import Code
-from rankgate.proto.findings import Finding, Side, finding
+from rankgate.proto.findings import Finding, Side, clip, finding
 from rankgate.proto.grants import read_grant
 from rankgate.proto.limits import MAX_BATCH, MAX_REQUEST
 from rankgate.proto.messages import (
@@ -124,6 +125,12 @@ class DestinationSide:
                 self._core.link_failed(pair, [finding(Code.LINK_FAILED, "links", side)], at)
 
         self._outstanding.add(key, lambda: hello, answered, now)
+
+    def _hello_again(self, pair: PairLinks, rank: int, now: int) -> None:
+        link, key = pair.links.get(rank), (pair.epochs, rank)
+        if link is not None and link.up and self._core.pairs.get(pair.epochs) is pair:
+            link.up = False
+            self._hello(pair, link, key, now)
 
     def link_down(self, key: LinkKey, now: int) -> None:
         """A connection ended: what is incomplete over it has failed; link anew if it comes back."""
@@ -275,6 +282,8 @@ class DestinationSide:
                     self.table.source_failed(landing.epochs, rank, landing.transfer, answer.finding)
             elif isinstance(answer, Rejected) and landing.state is LandingState.OPEN:
                 if all(found.slug == Code.NO_SESSION.slug for found in answer.findings):
+                    # The source no longer knows this link (another took its place): make it anew.
+                    self._hello_again(landing.pair, rank, at)
                     self._present(landing, rank, at + _AGAIN_MS)
                 else:
                     self.table.source_failed(
@@ -294,7 +303,7 @@ class DestinationSide:
     def receive(self, key: LinkKey, message_id: int, message: Struct, now: int) -> None:
         """Take one message of a source, except chunks, whose bytes the transport applies."""
         if isinstance(message, SourceFailed):
-            self.table.source_failed(key[0], key[1], message.transfer, message.finding)
+            self.table.source_failed(key[0], key[1], message.transfer, clip(message.finding))
             return
         request = self._outstanding.answered(message_id)
         if request is not None:
@@ -352,8 +361,8 @@ class DestinationSide:
         if self._opening:
             self._send_opens(now)
         ending, self._ending = self._ending, []
-        for first in range(0, len(ending), MAX_BATCH):
-            self._send_end(ending[first : first + MAX_BATCH], now)
+        for batch in batches(ending):
+            self._send_end(batch, now)
         for request in self._outstanding.due(now):
             self.out.append((request.key, request.id, request.build()))  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ do not shorten this: else a late writer would write into another request's pages
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
@@ -456,7 +457,7 @@ def check_pages(pages: Sequence[int], pool: int) -> str:
     if outside:
         return f"page {outside[0]} is outside the pool of {pool} pages (0 to {pool - 1})"
     if len(set(pages)) != len(pages):
-        twice = next(page for page in pages if pages.count(page) > 1)
+        twice = next(page for page, times in Counter(pages).items() if times > 1)
         return f"page {twice} stands more than once"
     return ""
 

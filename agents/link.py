@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rankgate.agents.rank import RankCore
     from rankgate.agents.transports.memory import Memory
 
+_ROUTING_ID_BYTES = 5
+"""libzmq's own routing ids: a zero byte and a 32-bit number."""
 _PER_TURN = 64
 _LONGEST_WAIT_MS = 200
 _REAP_MS = 2
@@ -177,8 +179,10 @@ class LinkThread:
                 return False
             try:
                 header, message = decode(frames)
-            except WireError:
-                continue  # a daemon of another version; its refusal (kind 0) is always readable
+            except WireError as error:
+                with self.lock:
+                    self.core.session.unreadable(error, boottime_ms())
+                continue
             with self.lock:
                 self.core.session.receive(header.id, message, boottime_ms())
         return True
@@ -189,7 +193,7 @@ class LinkThread:
                 route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
-            if route[:1] != b"\0":
+            if len(route) != _ROUTING_ID_BYTES or route[0]:
                 continue  # a routing id that the client chose
             try:
                 header, message = decode(frames)

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from rankgate.agents.outstanding import RETRY_FIRST, RETRY_LONGEST, Answer, Outstanding
 from rankgate.agents.spread import Spread
+from rankgate.proto.codec import WireError
 from rankgate.proto.codes import Code
 from rankgate.proto.descriptor import Descriptor
 from rankgate.proto.findings import Finding
@@ -233,6 +234,16 @@ class Session:
         if live:
             self.on_fresh(False)  # grants hold as long as they live
         self._outstanding.give_up(now)
+
+    def unreadable(self, error: WireError, now: int) -> None:
+        """Take note of a message of the daemon's that cannot be read.
+
+        If it was the next push, what it said is lost and all later ones would be passed over:
+        register anew and hear everything again. Other answers are asked for again anyway.
+        """
+        if self.session and error.id == self._seen + 1:
+            self._resume = 0
+            self._say_hello(now, RETRY_FIRST)
 
     def _push(self, number: int, message: Struct, now: int) -> None:
         if self.session and number == self._seen + 1:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 LinkKey = tuple[Epochs, int]
 
 _MAX_HELD = 4096
+_MAX_HELD_BYTES = 32 << 20
+"""Hellos of newer epochs that wait for our verdict, by number and by metadata."""
 _UNREGISTERED_PROBE_MS = 1000
 """How long a hello is held before the daemon has said its rules."""
 
@@ -131,7 +133,7 @@ class SourceSide:
         pair = self._core.pairs.get(epochs)
         if pair is None or not pair.sending or not pair.verdict.accepted:
             known = max((pair.epochs for pair in self._core.pairs.values()), default=(0, 0))
-            if hold and max(epochs) > max(known) and len(self._held) < _MAX_HELD:
+            if hold and max(epochs) > max(known) and self._may_hold(hello):
                 rules = self._core.session.rules
                 probe = rules.probe if rules else _UNREGISTERED_PROBE_MS
                 self._held.setdefault((route, message_id), (now + probe, hello))
@@ -150,6 +152,10 @@ class SourceSide:
         welcome = PeerWelcome(wire=WIRE_MAX, metadata=self._core.registered.blob)
         self.out.append((route, message_id, welcome))
         self._core.maybe_linked(pair, now)
+
+    def _may_hold(self, hello: PeerHello) -> bool:
+        held = sum(len(other.metadata) for _, other in self._held.values())
+        return len(self._held) < _MAX_HELD and held + len(hello.metadata) <= _MAX_HELD_BYTES
 
     def _check(self, pair: PairLinks, hello: PeerHello) -> Finding | None:
         me = (self._core.identity.rank, self._core.identity.incarnation)

@@ -13,6 +13,7 @@ from rankgate.proto.limits import MAX_TEXT
 _MOST_SIDES = 8
 _LONGEST_SIDE = 200
 _LONGEST_DETAIL = 400
+_LONGEST_MESSAGE = 2000
 
 
 class Side(Struct, frozen=True, omit_defaults=True):
@@ -72,6 +73,27 @@ def finding(code: Code, field: str, *sides: Side, detail: str = "", hint: str = 
         sides=shown,
         hint=_cut(hint or code.hint, MAX_TEXT),
         retryable=code.retryable,
+    )
+
+
+def clip(found: Finding) -> Finding:
+    """Return a peer's finding cut to the length of our own, so that it can be handed on.
+
+    A finding goes into outcomes and verdicts for many ranks; an overlong one would make those
+    messages unreadable.
+    """
+    return Finding(
+        code=found.code,
+        slug=found.slug,
+        severity=found.severity,
+        field=_cut(found.field, _LONGEST_SIDE),
+        message=_cut(found.message, _LONGEST_MESSAGE),
+        sides=tuple(
+            Side(_cut(side.who, _LONGEST_SIDE), _cut(side.value, _LONGEST_SIDE))
+            for side in found.sides[:_MOST_SIDES]
+        ),
+        hint=_cut(found.hint, _LONGEST_DETAIL),
+        retryable=found.retryable,
     )
 
 

@@ -103,6 +103,7 @@ class OperatorClient:
                 whole,
                 ranks=_joined(whole.ranks, more.ranks),
                 pairs=_joined(whole.pairs, more.pairs),
+                transfers=_joined(whole.transfers, more.transfers),
                 next=more.next,
             )
         return whole

@@ -29,7 +29,7 @@ from rankgate.coordinator.core.transfers import Transfers
 from rankgate.coordinator.core.turn import Turn
 from rankgate.coordinator.core.worlds import Worlds
 from rankgate.proto.codes import BY_ID, Code
-from rankgate.proto.findings import Finding, Side, finding, has_error
+from rankgate.proto.findings import Finding, Side, clip, finding, has_error
 from rankgate.proto.messages import (
     KIND_OF,
     WIRE_MAX,
@@ -346,7 +346,7 @@ class Coordinator:
         for item in message.items:
             about = f"{session.world} rank {session.rank}"
             about += f" request {item.request}" if item.request else ""
-            self._turn.journal.refuse(about, item.finding, self._turn.now)
+            self._turn.journal.refuse(about, clip(item.finding), self._turn.now)
         return Reported()
 
 

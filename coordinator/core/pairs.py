@@ -15,7 +15,7 @@ from rankgate.coordinator.core.turn import Turn
 from rankgate.coordinator.core.verdicts import Judgement, Plan, SideName, WorldShape
 from rankgate.coordinator.core.worlds import Worlds
 from rankgate.proto.codes import Code
-from rankgate.proto.findings import Finding, Side, finding, has_error, ranks_text, world_ranks
+from rankgate.proto.findings import Finding, Side, clip, finding, has_error, ranks_text, world_ranks
 from rankgate.proto.grants import pair_key
 from rankgate.proto.messages import (
     Claim,
@@ -32,7 +32,7 @@ Epochs = tuple[int, int]
 _DESTINATIONS: dict[str, frozenset[str]] = {"prefill": frozenset({"decode"})}
 """Which roles a role sends cache to; a role alone never implies that a pair exists."""
 
-_MOST_FINDINGS = 64
+_MOST_FINDINGS = 32
 """Findings told in one message; each is bounded, so it stays readable."""
 
 _MAX_JUDGEMENTS = 4096
@@ -271,10 +271,11 @@ class Pairs:
                     Side("the daemon", pair.plan.digest.hex()),
                 )
             )
-        if not wrong and message.findings and all(found.retryable for found in message.findings):
-            self._relink(pair, message.findings)
+        said = [clip(found) for found in message.findings[:_MOST_FINDINGS]]
+        if not wrong and said and all(found.retryable for found in said):
+            self._relink(pair, said)
             return []
-        wrong.extend(message.findings)
+        wrong.extend(said)
         if wrong:
             self.refuse(pair, wrong)
             return wrong

@@ -14,7 +14,7 @@ from rankgate.proto.descriptor import Coordinates
 from rankgate.proto.findings import Finding, Side, finding, ranks_text
 from rankgate.proto.messages import WorldForming
 
-_MOST_FINDINGS = 64
+_MOST_FINDINGS = 32
 """Findings told in one message; each is bounded, so it stays readable."""
 
 

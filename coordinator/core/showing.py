@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _PAGE_ROWS = 2048
 """Rows in one answer: a few hundred KB, well below what a message may hold."""
 
+_LONGEST_TEXT = 128
 _MOST_ROWS = 1000
 _MOST_REFUSALS = 32
 
@@ -72,7 +73,8 @@ class Showing:
                 pairs, after = _page(list(self._core.pairs.by_name.values()), query.offset, _size)
                 return View(pairs=[self._pair(pair) for pair in pairs], next=after)
             case "transfers":
-                return View(transfers=self._transfers())
+                transfers, after = _page(self._transfers(), query.offset, lambda _row: 32)
+                return View(transfers=transfers, next=after)
             case "story":
                 return View(story=self._story(query.subject))
         known = "status, ranks, pairs, transfers, story"
@@ -148,8 +150,8 @@ class Showing:
             state=session.state.value,
             coordinates=f"pp{at.pp} dp{at.dp} cp{at.cp} tp{at.tp}",
             incarnation=session.incarnation.hex()[:8],
-            host=described.transport.host,
-            address=described.transport.address,
+            host=described.transport.host[:_LONGEST_TEXT],
+            address=described.transport.address[:_LONGEST_TEXT],
             engine=f"{described.software.engine} {described.software.version}".strip(),
             heard_ms=self._core.sessions.silence(session),
             unacked=len(session.outbox),

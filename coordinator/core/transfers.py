@@ -7,7 +7,7 @@ touches the store, and no list grows with history beyond what tombstones need.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rankgate.coordinator.core.pairs import Epochs, Pair, Pairs
 from rankgate.coordinator.core.rounds import World
@@ -17,10 +17,10 @@ from rankgate.coordinator.core.tables import TRANSFER_TABLE, PairState, Transfer
 from rankgate.coordinator.core.turn import Turn
 from rankgate.coordinator.core.verdicts import SideName
 from rankgate.coordinator.core.worlds import Worlds
+from rankgate.proto.batches import batches
 from rankgate.proto.codes import Code
-from rankgate.proto.findings import Finding, Side, finding, ranks_text
+from rankgate.proto.findings import Finding, Side, clip, finding, ranks_text
 from rankgate.proto.grants import Grant, seal_grant
-from rankgate.proto.limits import MAX_BATCH
 from rankgate.proto.messages import (
     Aborting,
     AbortingItem,
@@ -39,9 +39,6 @@ _CONSTANTS = frozenset({"", "none", "null", "nil", "undefined", "0", "-1", "requ
 
 _MOST_MISSING = 64
 """Ranks named in an outcome; operators see all of them."""
-
-_WEIGHT_OF_FINDING = 16
-"""An outcome with a finding is as long as this many without, so that a batch stays readable."""
 
 _LATELY = 1000
 """Ended transfers that operators are shown."""
@@ -297,7 +294,8 @@ class Transfers:
         if session.rank not in transfer.ended:
             transfer.ended.add(session.rank)
             if item.outcome == "failed":
-                transfer.failures[session.rank] = item.finding or finding(
+                found = clip(item.finding) if item.finding else None
+                transfer.failures[session.rank] = found or finding(
                     Code.TRANSPORT_FAILED,
                     f"transfer {item.transfer}",
                     Side(session.who, "failed"),
@@ -350,7 +348,7 @@ class Transfers:
             scopes[(*transfer.epochs, item.source_dp, item.destination_dp)].append(transfer)
         for transfers in scopes.values():
             listeners = self._scope(transfers[0])
-            for batch in _batches(transfers):
+            for batch in batches(transfers):
                 message = Outcome(items=[transfer.outcome() for transfer in batch])
                 for session in listeners:
                     self._sessions.push(session, message)
@@ -449,17 +447,3 @@ class Transfers:
         found = finding(Code.TRANSFER_UNKNOWN, "transfer", Side(session.who, str(transfer)))
         self._turn.journal.refuse(f"transfers of {session.world}", found, self._turn.now)
         return found
-
-
-def _batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-    """Cut outcomes into messages that every receiver can read, whatever their findings."""
-    batch: list[Transfer] = []
-    weight = 0
-    for transfer in transfers:
-        own = _WEIGHT_OF_FINDING if transfer.finding is not None else 1
-        if weight + own > MAX_BATCH:
-            yield batch
-            batch, weight = [], 0
-        batch.append(transfer)
-        weight += own
-    yield batch

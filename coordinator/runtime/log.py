@@ -101,7 +101,11 @@ class Notes:
         fields = note.fields
         if name in self._left_out:
             fields = {**fields, "left_out": self._left_out.pop(name)}
-        getattr(self._log, note.level)(name, **fields)
+        try:
+            getattr(self._log, note.level)(name, **fields)
+        except OSError:
+            # Nobody reads the log any more (its pipe is closed): no reason to stop serving.
+            self._left_out[name] = self._left_out.get(name, 0) + 1
 
     def failure(self, why: str, error: BaseException | None = None) -> None:
         """Write why the process must not go on, with the traceback."""

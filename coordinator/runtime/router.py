@@ -21,6 +21,8 @@ from rankgate.proto.messages import Kind, Pulse, Refusal
 
 Frames = Sequence[bytes]
 
+_ROUTING_ID_BYTES = 5
+"""libzmq's own routing ids: a zero byte and a 32-bit number."""
 _PER_TURN = 512
 _DRAIN_SECONDS = 0.2
 _FLUSH_SECONDS = 0.01
@@ -150,7 +152,7 @@ class Router:
     def _handle(self, frames: list[bytes]) -> None:
         peer = frames[0]
         if peer not in self._known:
-            if peer[:1] != b"\0":
+            if len(peer) != _ROUTING_ID_BYTES or peer[0]:
                 # A routing id that the client chose: it could take another's place.
                 self._refuse(peer, frames, Code.HEADER_INVALID, "set no routing id on the socket")
                 return

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankgate.agents.events import Arrived, Outcome
-from rankgate.agents.landing import LANDING_TABLE, Landing, LandingState, LandingTable
+from rankgate.agents.landing import LANDING_TABLE, Landing, LandingState, LandingTable, check_pages
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Finding, Side, finding
 from rankgate.proto.messages import Chunk, OutcomeItem
@@ -335,3 +335,8 @@ def test_another_clock_ends_every_landing_at_once_and_once() -> None:
     assert all(one.finding is not None for one in outcomes)
     assert (table._owner, table.landings, table.by_transfer) == ({}, {}, {})
     assert table.next_deadline() is None
+
+
+def test_a_long_list_of_pages_with_one_twice_is_found_in_no_time() -> None:
+    """The check is linear: it runs on the engine's own thread."""
+    assert "page 32766 stands more than once" in check_pages([*range(32_767), 32_766], 33_000)
