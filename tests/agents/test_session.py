@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rankgate.agents.session import Identity, Session, SessionState, Ticks
+from rankgate.proto.codec import WireError
 from rankgate.proto.codes import Code
 from rankgate.proto.findings import Side, finding
 from rankgate.proto.messages import (
@@ -303,3 +304,18 @@ def test_the_true_tick_lies_between_the_bounds_whatever_the_delays(seed: int, of
         ticks.note(answered + offset, sent, now)
         later = now + rng.randrange(100_000)
         assert ticks.lower(later) <= later + offset <= ticks.upper(later)
+
+
+def test_an_unreadable_push_makes_the_rank_register_anew() -> None:
+    """What it said is lost, and every later push would be passed over: ask for all of it again."""
+    talk = Talk().live()
+    talk.said()
+    talk.session.unreadable(WireError(Code.TOO_LARGE, "too large", id=9), talk.now)
+    assert talk.session.session == 77  # not the next push: nothing is lost by it
+    talk.session.unreadable(WireError(Code.TOO_LARGE, "too large", id=1), talk.now)
+    assert talk.session.session == 0
+    talk.wait(1000)
+    number, hello = talk.last(Hello)
+    assert hello.session == 0
+    talk.hear(number, WELCOME)
+    assert talk.last(Register)
