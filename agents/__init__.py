@@ -9,7 +9,20 @@ if __name__ != "rankgate.agents":
 
 from rankgate.agents.agent import RankAgent
 from rankgate.agents.describe import KvCache, RankDescription, describe_kv
-from rankgate.agents.errors import AgentError
+from rankgate.agents.errors import (
+    AgentError,
+    ClosedError,
+    DaemonUnreachableError,
+    ForkedError,
+    NotReadyError,
+    OpenDeniedError,
+    PagesError,
+    PairRejectedError,
+    RegistrationRejectedError,
+    SettingError,
+    StageError,
+    WireVersionError,
+)
 from rankgate.agents.events import Arrived, Broken, Outcome, Released, Wanted
 from rankgate.agents.handles import Pair, Stats, Transfer
 
@@ -17,14 +30,25 @@ __all__ = [
     "AgentError",
     "Arrived",
     "Broken",
+    "ClosedError",
+    "DaemonUnreachableError",
+    "ForkedError",
     "KvCache",
+    "NotReadyError",
+    "OpenDeniedError",
     "Outcome",
+    "PagesError",
     "Pair",
+    "PairRejectedError",
     "RankAgent",
     "RankDescription",
+    "RegistrationRejectedError",
     "Released",
+    "SettingError",
+    "StageError",
     "Stats",
     "Transfer",
     "Wanted",
+    "WireVersionError",
     "describe_kv",
 ]

@@ -325,7 +325,8 @@ class Code(Enum):
     STALE_EPOCH = _error(
         "RG904",
         "The message belongs to an epoch that is no longer current",
-        "Take the current epochs from the last verdict and open again.",
+        "Open again: the agent takes the current epochs once the pair is ready, which after a restart"
+        " of the daemon takes a moment.",
         retryable=True,
     )
     DP_RANK_UNKNOWN = _error(

@@ -152,7 +152,8 @@ def print_transfers(transfers: Sequence[TransferView], console: Console | None =
 def health_sentence(status: StatusView) -> str:
     """Return whether all is well, in one sentence, naming what is not."""
     if not status.healthy:
-        return f"not healthy: {'; '.join(_troubles(status)) or 'see the refusals below'}"
+        troubles = "; ".join(_troubles(status))
+        return f"not healthy: {troubles or 'a rank is stalled or disconnected (rankgate ranks)'}"
     if not status.worlds:
         return "healthy: no world has registered yet"
     sealed = sum(world.state == "sealed" for world in status.worlds)
@@ -172,8 +173,8 @@ def _troubles(status: StatusView) -> Iterable[str]:
     for pair in status.pairs:
         if pair.state == "rejected":
             yield f"pair {pair_name(pair)} is rejected{_codes(pair.findings)}"
-        elif pair.state != "ready":
-            waits = f", waits for {', '.join(pair.waiting_for)}" if pair.waiting_for else ""
+        elif pair.state != "ready" or pair.waiting_for:
+            waits = f", waits: {', '.join(pair.waiting_for)}" if pair.waiting_for else ""
             yield f"pair {pair_name(pair)} is {pair.state}{waits}"
 
 

@@ -454,8 +454,12 @@ class Pairs:
             world = self._worlds.by_name.get(name)
             if world is None or world.sealed is None:
                 forming = world.latest() if world else None
-                gaps = ranks_text(missing) if forming and (missing := forming.missing()) else "all"
-                words.append(f"{name} is not sealed: missing {gaps}")
+                if forming is None:
+                    words.append(f"{name} is not sealed: none of its ranks is there")
+                else:
+                    missing = forming.missing()
+                    gaps = f"missing {ranks_text(missing)}" if missing else "not all are live"
+                    words.append(f"{name} is not sealed: {gaps}")
             elif world.unfit:
                 bad = [s for s in world.members() if s.state.value != "live"]
                 words.append(f"{name}: " + ", ".join(f"rank {s.rank} {s.state}" for s in bad[:8]))

@@ -93,6 +93,8 @@ class World:
         self.group = ""
         self.unfit = 0
         self.broken_by: Finding | None = None
+        self.size = 0
+        """Ranks of the last seal; what is missing when all of them are gone."""
         self.alive_at = -(1 << 40)
         """When a member last answered a probe (ms)."""
 

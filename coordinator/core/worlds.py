@@ -229,6 +229,7 @@ class Worlds:
         world.state = change(WORLD_TABLE, world.state, WorldState.SEALED)
         world.since = self._turn.now
         world.sealed = forming
+        world.size = forming.size
         world.shape = shape
         world.role, world.group = shape.role, members[0].descriptor.group
         world.unfit = 0

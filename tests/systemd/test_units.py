@@ -108,6 +108,7 @@ def _box() -> Path | None:
 
 _IN_BOX = """
 set -eu
+rm -rf /var/lib/rankgate /var/lib/private/rankgate  # of the host, seen through the overlay
 for one in {python} {real} {root}/coordinator; do  # the box is thrown away
   while [ "$one" != / ]; do one=$(dirname "$one"); chmod a+x "$one"; done
 done

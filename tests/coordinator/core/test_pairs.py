@@ -490,7 +490,7 @@ def test_what_a_pair_waits_for_is_said_in_words() -> None:
     bench.wait(bench.settings.resume, beating=[ours[0]])
     assert bench.core.pairs.waiting_for(pair)[0] == "p is not sealed: missing rank 1"
     bench.core.sessions.lose(bench.core.sessions.by_id[ours[0].session], "test")
-    assert bench.core.pairs.waiting_for(pair)[0] == "p is not sealed: missing all"
+    assert bench.core.pairs.waiting_for(pair)[0] == "p is not sealed: none of its ranks is there"
 
 
 def test_a_pair_that_was_refused_at_a_profile_says_so() -> None:

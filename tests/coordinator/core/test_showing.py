@@ -197,13 +197,13 @@ def test_a_query_changes_nothing() -> None:
     assert bench.query("status") == before
 
 
-def test_a_world_without_any_rank_has_a_row_without_numbers() -> None:
+def test_a_world_without_any_rank_keeps_its_row_and_says_who_is_missing() -> None:
     """All its ranks crashed: the name stays, with why."""
     bench = Bench()
     bench.seal(prefill())[0].drop()
     bench.wait(bench.settings.resume, beating=())
     (row,) = status_of(bench).worlds
-    assert (row.state, row.size, row.have, row.round) == ("forming", 0, 0, "")
+    assert (row.state, row.size, row.have, row.missing) == ("forming", 1, 0, [0])
     assert codes(row.findings) == ["world_broken"]
     assert bench.query("ranks").ranks == []
 

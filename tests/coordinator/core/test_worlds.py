@@ -653,7 +653,7 @@ def test_a_world_that_crashed_is_not_forgotten() -> None:
     bench.seal(prefill())[0].drop()
     bench.wait(bench.settings.resume, beating=())
     row = bench.query("status").status.worlds[0]  # type: ignore[union-attr]
-    assert (row.world, row.state, row.size) == ("p", "forming", 0)
+    assert (row.world, row.state, row.size, row.missing) == ("p", "forming", 1, [0])
     assert bench.stored().worlds == []  # a broken epoch is never confirmed again
 
 
