@@ -325,8 +325,8 @@ class Code(Enum):
     STALE_EPOCH = _error(
         "RG904",
         "The message belongs to an epoch that is no longer current",
-        "Open again: the agent takes the current epochs once the pair is ready, which after a restart"
-        " of the daemon takes a moment.",
+        "Open again: the agent takes the current epochs once the pair is ready. After a restart of"
+        " the daemon that takes a moment.",
         retryable=True,
     )
     DP_RANK_UNKNOWN = _error(
