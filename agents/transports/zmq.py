@@ -8,7 +8,6 @@ such a message is an operation that holds the staged request until libzmq lets t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import zmq
@@ -162,10 +161,6 @@ class ChunkSender:
                 continue
             with self._lock:
                 self._side.ledger.operation_done(staged)
-
-    def operations(self) -> Iterator[Staged]:
-        """Yield the staged requests whose memory is still being read."""
-        return (staged for _, staged in self._trackers)
 
 
 class ChunkReceiver:

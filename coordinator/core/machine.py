@@ -184,7 +184,7 @@ class Coordinator:
         about = f"{session.world} rank {session.rank}" if session else "an unknown peer"
         code = BY_ID.get(event.code, Code.BODY_INVALID)
         found = finding(code, "message", detail=event.text)
-        self._turn.journal.refuse(about, found, self._turn.now)
+        self._turn.refuse(about, found)
         self._turn.tell(
             "daemon", "message_refused", "warning", about=about, code=code.id, text=event.text
         )
@@ -285,17 +285,9 @@ class Coordinator:
         )
 
     def _reject(self, about: str, findings: list[Finding]) -> Rejected:
-        for found in findings:
-            self._turn.journal.refuse(about, found, self._turn.now)
-            self._turn.tell(
-                "daemon",
-                "registration_rejected",
-                "warning",
-                about=about,
-                code=found.code,
-                slug=found.slug,
-                message=found.message,
-            )
+        self._turn.refuse_all(
+            about, findings, subject="daemon", event="registration_rejected", about=about
+        )
         return Rejected(findings=findings)
 
     def _heartbeat(self, session: Session, message: Heartbeat) -> Struct:
@@ -346,7 +338,7 @@ class Coordinator:
         for item in message.items:
             about = f"{session.world} rank {session.rank}"
             about += f" request {item.request}" if item.request else ""
-            self._turn.journal.refuse(about, clip(item.finding), self._turn.now)
+            self._turn.refuse(about, clip(item.finding))
         return Reported()
 
 

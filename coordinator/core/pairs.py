@@ -292,16 +292,7 @@ class Pairs:
         """
         if pair.state is PairState.READY:
             pair.state = change(PAIR_TABLE, pair.state, PairState.LINKING)
-        for found in findings:
-            self._turn.journal.refuse(f"pair {pair.name}", found, self._turn.now)
-            self._turn.tell(
-                f"pair:{pair.name}",
-                "pair_link_lost",
-                "warning",
-                pair=pair.name,
-                code=found.code,
-                message=found.message,
-            )
+        self._refuse(pair, findings, "pair_link_lost")
         pair.linked.clear()
         source, destination = (self._worlds.by_name[n] for n in (pair.source, pair.destination))
         self._tell_verdict(pair, source, destination)
@@ -358,17 +349,13 @@ class Pairs:
 
     def _reject(self, pair: Pair, findings: list[Finding]) -> None:
         pair.state = change(PAIR_TABLE, pair.state, PairState.REJECTED)
-        for found in findings:
-            self._turn.journal.refuse(f"pair {pair.name}", found, self._turn.now)
-            self._turn.tell(
-                f"pair:{pair.name}",
-                "pair_rejected",
-                "warning",
-                pair=pair.name,
-                code=found.code,
-                slug=found.slug,
-                message=found.message,
-            )
+        self._refuse(pair, findings, "pair_rejected")
+
+    def _refuse(self, pair: Pair, findings: list[Finding], event: str) -> None:
+        name = pair.name
+        self._turn.refuse_all(
+            f"pair {name}", findings, subject=f"pair:{name}", event=event, pair=name
+        )
 
     def _ready(self, pair: Pair) -> None:
         pair.state = change(PAIR_TABLE, pair.state, PairState.READY)

@@ -266,7 +266,7 @@ class Transfers:
 
     def _deny(self, session: Session, found: Finding) -> OpenResult:
         self.totals["denied"] += 1
-        self._turn.journal.refuse(f"open by {session.world}", found, self._turn.now)
+        self._turn.refuse(f"open by {session.world}", found)
         return OpenResult(finding=found)
 
     # --- ending ---------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class Transfers:
                 transfer.destination_world,
                 transfer.item.destination_dp,
             )
-            self._turn.journal.refuse(f"transfer {item.transfer}", outside, self._turn.now)
+            self._turn.refuse(f"transfer {item.transfer}", outside)
             return EndResult(transfer=item.transfer, finding=outside)
         if item.outcome not in {"delivered", "failed"}:
             side = Side(session.who, repr(item.outcome))
@@ -445,5 +445,5 @@ class Transfers:
 
     def _unknown(self, session: Session, transfer: int) -> Finding:
         found = finding(Code.TRANSFER_UNKNOWN, "transfer", Side(session.who, str(transfer)))
-        self._turn.journal.refuse(f"transfers of {session.world}", found, self._turn.now)
+        self._turn.refuse(f"transfers of {session.world}", found)
         return found

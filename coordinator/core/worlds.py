@@ -108,7 +108,7 @@ class Worlds:
             for who, session in (("earlier", earlier), ("later", later))
         ]
         found = finding(Code.DUPLICATE_RANK, "rank", *sides)
-        self._turn.journal.refuse(f"world {later.world}", found, self._turn.now)
+        self._turn.refuse(f"world {later.world}", found)
         world = self.by_name[earlier.world]
         self._tell(world, world.rounds[earlier.round], [found])
         return found
@@ -214,7 +214,7 @@ class Worlds:
             Side("older round", f"on {older}, epoch {world.epoch}"),
             Side("newcomer", f"on {host}"),
         )
-        self._turn.journal.refuse(f"world {world.name}", found, self._turn.now)
+        self._turn.refuse(f"world {world.name}", found)
         return found
 
     # --- sealing and breaking -------------------------------------------------------------
@@ -390,17 +390,10 @@ class Worlds:
             self._consider(world, forming)
 
     def _refuse(self, world: World, findings: list[Finding]) -> None:
-        for found in findings:
-            self._turn.journal.refuse(f"world {world.name}", found, self._turn.now)
-            self._turn.tell(
-                f"world:{world.name}",
-                "world_refused",
-                "warning",
-                world=world.name,
-                code=found.code,
-                slug=found.slug,
-                message=found.message,
-            )
+        name = world.name
+        self._turn.refuse_all(
+            f"world {name}", findings, subject=f"world:{name}", event="world_refused", world=name
+        )
 
     def _tell(self, world: World, forming: Round, extra: list[Finding] | None = None) -> None:
         """Tell a round's members, and would-be partners when it is overdue or clashes."""
