@@ -83,6 +83,7 @@ class RankCore:
         self.session = Session(identity, descriptor, now, seed)
         self.session.on_push = self._push
         self.session.on_fresh = self._fresh
+        self.session.on_live = self._registered
         self.pairs: dict[Epochs, PairLinks] = {}
         self.sealed: Sealed | None = None
         self.findings: dict[str, list[Finding]] = {}
@@ -120,6 +121,10 @@ class RankCore:
                 self.drop(pair, "the daemon was replaced")
             self.source.ledger.void()
             self.destination.void()
+
+    def _registered(self) -> None:
+        """From now on only this daemon's grants hold."""
+        self.source.ledger.origin = (self.session.instance, self.session.clock)
 
     def _world_sealed(self, message: WorldSealed, _now: int) -> None:
         self.sealed = Sealed(message.epoch, message.size, message.receive_count)

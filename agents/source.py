@@ -81,8 +81,6 @@ class SourceSide:
 
     def receive(self, route: bytes, message_id: int, message: Struct, now: int) -> None:
         """Take one message of a destination."""
-        session = self._core.session
-        self.ledger.origin = (session.instance, session.clock)
         if isinstance(message, PeerHello):
             self._hello(route, message_id, message, now, hold=True)
             return
