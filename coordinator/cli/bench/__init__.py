@@ -1,0 +1,1 @@
+"""Measurements of rankgate on this machine, always as ratios within one run."""
