@@ -1,1 +1,1 @@
-"""From what people have (a model's config.json, an engine's own structs) to what a rank registers."""
+"""From what people have (a model's config.json, an engine's structs) to what a rank registers."""
