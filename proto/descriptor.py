@@ -28,8 +28,8 @@ ROLES = ("encoder", "prefill", "decode", "unified")
 PROFILES = ("native", "sglang", "vllm")
 """Whose habits decide which ranks talk (see coordinator/core/contacts.py)."""
 
-KV_KINDS = ("gqa", "mla")
-"""``gqa``: K and V per head (MHA and MQA included); ``mla``: one latent, replicated over tp."""
+KV_KINDS = ("gqa", "mla", "index")
+"""``gqa``: K and V per head; ``mla``: one latent, replicated over tp; ``index``: DSA keys."""
 
 
 class Coordinates(Struct, frozen=True, kw_only=True, omit_defaults=True):
